@@ -1,0 +1,98 @@
+"""Keeps a whole set of LoRA adapters on any fsspec storage and rebuilds the set before the FSDP wrap.
+
+Public names are loaded on first use: importing the package imports neither torch nor PEFT.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multilora_store.adapter import AdapterConfig, Ref
+    from multilora_store.assembly import assemble
+    from multilora_store.distributed import (
+        activate,
+        active,
+        attach,
+        audit,
+        detach,
+        disabled,
+        plan,
+        restore,
+        save,
+        shard,
+    )
+    from multilora_store.manifest import AdapterSpec, Lock, Manifest
+    from multilora_store.merging import merge
+    from multilora_store.plugins import plugin
+    from multilora_store.storage import Store, export_adapter, import_peft, open_store, sync
+
+_HOMES = {
+    "AdapterConfig": "adapter",
+    "AdapterSpec": "manifest",
+    "Lock": "manifest",
+    "Manifest": "manifest",
+    "Ref": "adapter",
+    "Store": "storage",
+    "activate": "distributed",
+    "active": "distributed",
+    "assemble": "assembly",
+    "attach": "distributed",
+    "audit": "distributed",
+    "detach": "distributed",
+    "disabled": "distributed",
+    "export_adapter": "storage",
+    "import_peft": "storage",
+    "merge": "merging",
+    "open_store": "storage",
+    "plan": "distributed",
+    "plugin": "plugins",
+    "restore": "distributed",
+    "save": "distributed",
+    "shard": "distributed",
+    "sync": "storage",
+}
+
+__all__ = [
+    "AdapterConfig",
+    "AdapterSpec",
+    "Lock",
+    "Manifest",
+    "Ref",
+    "Store",
+    "activate",
+    "active",
+    "assemble",
+    "attach",
+    "audit",
+    "detach",
+    "disabled",
+    "export_adapter",
+    "import_peft",
+    "merge",
+    "open_store",
+    "plan",
+    "plugin",
+    "restore",
+    "save",
+    "shard",
+    "sync",
+]
+
+try:
+    __version__ = version("multilora-store")
+except PackageNotFoundError:  # a checkout on the path, not installed
+    __version__ = "0+checkout"
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,21 @@
+"""What every test may use: the real adapters and configs beside the checkout, where they are present."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHARED = Path(os.environ.get("MULTILORA_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real adapters, configs and recipes; the test is skipped where it is absent."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip(f"the real adapters are not here: {SHARED}/data")
+    return SHARED
