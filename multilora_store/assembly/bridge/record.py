@@ -1,0 +1,184 @@
+"""What an assembled model knows about its set: kept on the PeftModel, made on first use for one that PEFT built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from multilora_store.adapter import AdapterConfig, module_name, name_from_module
+from multilora_store.assembly.bridge.unwrap import innermost, peft_model, walk
+from multilora_store.errors import UsageError, choices
+from multilora_store.manifest import AdapterSpec
+
+if TYPE_CHECKING:
+    from multilora_store.assembly.fingerprint import BaseIdentity
+
+__all__ = ["AssemblyRecord", "Member", "Site", "inside_name", "record", "rescan"]
+
+_ATTRIBUTE: Final = "_multilora_record"
+# Attributes of the containers that PEFT keys by adapter: an entry of such a name would shadow or clash with them.
+_TAKEN: Final = frozenset(dir(nn.ModuleDict())) | frozenset(dir(nn.ParameterDict()))
+
+
+def inside_name(name: str) -> str:
+    """The name of adapter `name` inside the model; reversed by `adapter.name_from_module`.
+
+    Beyond `module_name`, what torch's containers call their own (`train`, `keys`, `half`) is escaped too.
+    """
+    inside = module_name(name)
+    return f"%{ord(inside[0]):02X}{inside[1:]}" if inside in _TAKEN else inside
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One PEFT layer: a target with its adapters, or a wrapper around a saved module or trainable tokens.
+
+    Attributes:
+        path: Its path from the innermost model, free of wrappers.
+        layer: The layer; the object stays the same under every wrapper.
+    """
+
+    path: str
+    layer: nn.Module
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One adapter of the set.
+
+    Attributes:
+        name: Its name in the set.
+        inside: Its name inside the model.
+        config: Its configuration, as stored.
+        spec: Its entry in the manifest, None if it came another way.
+        version: The stored version it was loaded from (`storage.Version`), None if there is none.
+    """
+
+    name: str
+    inside: str
+    config: AdapterConfig
+    spec: AdapterSpec | None = None
+    version: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class AssemblyRecord:
+    """The set that a model carries.
+
+    Attributes:
+        members: By name, in the order of assembly.
+        sites: Every PEFT layer of the model, in the model's order.
+        weights: Weights of the active adapters, by name, as last set.
+        notes: What was worth telling at assembly: dtypes that were changed, ties, unknown fields.
+    """
+
+    members: dict[str, Member] = field(default_factory=dict)
+    sites: list[Site] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _base: BaseIdentity | None = None
+    _model: PeftModel | None = field(default=None, repr=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the set, in order."""
+        return tuple(self.members)
+
+    @property
+    def module_names(self) -> Mapping[str, str]:
+        """Name in the set -> name inside the model."""
+        return {name: member.inside for name, member in self.members.items()}
+
+    @property
+    def versions(self) -> Mapping[str, Any]:
+        """Name -> the stored version it was loaded from, or None."""
+        return {name: member.version for name, member in self.members.items()}
+
+    @property
+    def specs(self) -> Mapping[str, AdapterSpec | None]:
+        """Name -> its entry in the manifest, or None."""
+        return {name: member.spec for name, member in self.members.items()}
+
+    @property
+    def base(self) -> BaseIdentity:
+        """Name, revision and fingerprint of the base."""
+        if self._base is None:
+            from multilora_store.assembly.fingerprint import identify
+
+            assert self._model is not None, "a record belongs to a model"
+            self._base = identify(self._model)
+        return self._base
+
+    @base.setter
+    def base(self, identity: BaseIdentity) -> None:
+        self._base = identity
+
+    def member(self, name: str) -> Member:
+        """The member called `name`.
+
+        Raises:
+            UsageError: the model carries no such adapter; the ones it carries are listed.
+        """
+        found = self.members.get(name)
+        if found is None:
+            raise UsageError(
+                f"the model carries no adapter {name!r}", remedy=choices(name, self.members, noun="adapter"), name=name
+            )
+        return found
+
+
+def record(model: nn.Module) -> AssemblyRecord:
+    """The record of the set that `model` carries.
+
+    It is made on first use for a model that PEFT built, and follows what PEFT adds or deletes behind our back.
+    """
+    peft = peft_model(model)
+    found: AssemblyRecord | None = peft.__dict__.get(_ATTRIBUTE)
+    if found is None:
+        found = AssemblyRecord(_model=peft)
+        peft.__dict__[_ATTRIBUTE] = found
+    if [member.inside for member in found.members.values()] != list(peft.peft_config):
+        _follow(peft, found)
+    return found
+
+
+def rescan(peft: PeftModel) -> None:
+    """Collect the PEFT layers of `peft` anew, after the set has changed."""
+    known: AssemblyRecord = peft.__dict__[_ATTRIBUTE]
+    known._model = peft
+    known.sites = list(_scan(innermost(peft)))
+
+
+def _follow(peft: PeftModel, found: AssemblyRecord) -> None:
+    by_inside = {member.inside: member for member in found.members.values()}
+    members: dict[str, Member] = {}
+    for inside, config in peft.peft_config.items():
+        member = by_inside.get(inside)
+        if member is None:
+            where = f"peft_config of {inside!r}"
+            parsed = AdapterConfig.parse(config.to_dict(), where=where)
+            member = Member(name=name_from_module(inside), inside=inside, config=parsed)
+        members[member.name] = member
+    found.members = members
+    found.weights = {name: weight for name, weight in found.weights.items() if name in members}
+    rescan(peft)
+
+
+def _scan(base: nn.Module) -> list[Site]:
+    sites: list[Site] = []
+    saved: list[str] = []
+    for path, module in walk(base):
+        if any(path.startswith(prefix) for prefix in saved):
+            continue
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            saved.append(f"{path}.")
+            sites.append(Site(path, module))
+        elif isinstance(module, BaseTunerLayer):
+            sites.append(Site(path, module))
+    return sites

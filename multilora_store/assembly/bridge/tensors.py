@@ -1,0 +1,135 @@
+"""The tensors of one adapter on a live model, found by position and named as PEFT names them in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Final
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import nn
+
+from multilora_store.adapter import AdapterConfig
+from multilora_store.assembly.bridge.record import Site, record
+from multilora_store.assembly.bridge.unwrap import unwrap, walk
+
+__all__ = ["adapter_buffers", "adapter_config", "adapter_modules", "adapter_names", "adapter_parameters", "entries"]
+
+PREFIX: Final = "base_model.model."
+
+
+def adapter_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of the adapters that `model` carries, in the order of assembly."""
+    return record(model).names
+
+
+def adapter_config(model: nn.Module, name: str) -> AdapterConfig:
+    """The configuration of adapter `name`, as stored.
+
+    Raises:
+        UsageError: the model carries no such adapter.
+    """
+    return record(model).member(name).config
+
+
+def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """Every parameter of adapter `name`, by its canonical name (`base_model.model.<path>.lora_A.weight`), sorted.
+
+    The live objects: DTensors on a sharded model, meta tensors on an empty one. Under every wrapper the names are
+    those of the file that PEFT writes: LoRA factors and biases, embeddings, magnitudes, whole saved modules,
+    trainable tokens.
+
+    Raises:
+        UsageError: the model carries no such adapter.
+    """
+    return {key: tensor for key, tensor in _named(model, name) if isinstance(tensor, nn.Parameter)}
+
+
+def adapter_buffers(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Every persistent buffer of adapter `name` by canonical name, sorted: those of saved modules (batch norm).
+
+    Raises:
+        UsageError: the model carries no such adapter.
+    """
+    return {key: tensor for key, tensor in _named(model, name) if not isinstance(tensor, nn.Parameter)}
+
+
+def adapter_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Path from the innermost model -> the module that holds parameters of adapter `name` and of no other.
+
+    What a wrap may take as a unit: `….lora_A.<name>`, `….lora_B.<name>`, `….lora_magnitude_vector.<name>`,
+    `….modules_to_save.<name>`. Parameters of embeddings and trainable tokens lie in dictionaries that all adapters
+    share; they are in no module of their own and are left out.
+
+    Raises:
+        UsageError: the model carries no such adapter.
+    """
+    known = record(model)
+    inside = known.member(name).inside
+    found: dict[str, nn.Module] = {}
+    for site in known.sites:
+        for holder, container in _containers(site.layer):
+            if isinstance(container, nn.ModuleDict) and inside in container:
+                module = container[inside]
+                if next(module.parameters(), None) is not None:
+                    found[f"{site.path}.{holder}.{inside}"] = module
+    return found
+
+
+def entries(site: Site, inside: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that `site` holds for the adapter called `inside` in the model, by canonical name."""
+    layer = site.layer
+    if isinstance(layer, ModulesToSaveWrapper):
+        if inside in layer.modules_to_save:
+            yield from _of_module(f"{PREFIX}{site.path}", layer.modules_to_save[inside])
+        return
+    if isinstance(layer, TrainableTokensWrapper):
+        tokens = layer.token_adapter
+        if not tokens.tied_adapter and inside in tokens.trainable_tokens_delta:
+            key = f"{PREFIX}{site.path}.token_adapter.trainable_tokens_delta"
+            yield key, tokens.trainable_tokens_delta[inside]
+        return
+    for holder, container in _containers(layer):
+        if isinstance(container, nn.ModuleDict):
+            if inside in container._modules:
+                for key, tensor in _of_module(f"{PREFIX}{site.path}.{holder}", container._modules[inside]):
+                    # The magnitude became a module of its own in PEFT 0.12; the name in files stayed without a suffix.
+                    yield (key.removesuffix(".weight") if holder == "lora_magnitude_vector" else key), tensor
+        elif inside in container:
+            yield f"{PREFIX}{site.path}.{holder}", container[inside]
+
+
+def _named(model: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
+    known = record(model)
+    inside = known.member(name).inside
+    return sorted((entry for site in known.sites for entry in entries(site, inside)), key=itemgetter(0))
+
+
+def _containers(layer: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.ParameterDict | BufferDict]]:
+    """The children of a PEFT layer that are keyed by adapter, with their names."""
+    if isinstance(layer, ModulesToSaveWrapper):
+        yield "modules_to_save", layer.modules_to_save
+        return
+    if isinstance(layer, AuxiliaryTrainingWrapper):
+        return
+    for holder, child in layer._modules.items():
+        if holder != "base_layer" and child is not None:
+            child = unwrap(child)
+            if isinstance(child, (nn.ModuleDict, nn.ParameterDict)) or (
+                isinstance(child, BufferDict) and child.persistent
+            ):
+                yield holder, child
+
+
+def _of_module(prefix: str, module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    if module is None:
+        return
+    for path, child in walk(module):
+        for key, parameter in child._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{path}.{key}" if path else f"{prefix}.{key}", parameter
+        for key, buffer in child._buffers.items():
+            if buffer is not None and key not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{path}.{key}" if path else f"{prefix}.{key}", buffer
