@@ -1,0 +1,170 @@
+"""Blobs: bytes under keys, the one seam between the store and any storage.
+
+Everything above this file works on a `Blobs`; a storage is a class with these nine methods. A fake for a
+test takes ten lines. Failures come out as the typed errors of `multilora_store.errors`; that a key is
+absent is an answer (`None`), not a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+from urllib.parse import urlsplit
+
+from multilora_store.errors import NameNotAllowedError, UsageError
+
+__all__ = ["BlobInfo", "Blobs", "Buffer", "Exclusive", "check_key", "open_blobs", "parts_of", "redact"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Exclusive: TypeAlias = Literal["holds", "unknown", "absent"]
+"""Whether `create` is exclusive between writers: known to hold, to be probed, or known to be absent."""
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_~.%+=@-]+", re.ASCII)
+_LONGEST_KEY = 900
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """One stored blob: its key below the root, its size in bytes, and the storage's own time of writing."""
+
+    key: str
+    size: int
+    mtime: datetime
+
+
+class Blobs(Protocol):
+    """Bytes under keys below one root. Keys are relative, `/`-separated, and pass `check_key`."""
+
+    @property
+    def url(self) -> str:
+        """The root, free of secrets, for messages and records."""
+
+    @property
+    def exclusive(self) -> Exclusive:
+        """What is known of `create` on this storage before any probe."""
+
+    @property
+    def endpoint(self) -> str:
+        """What a probe of `create` holds for: one service, free of secrets."""
+
+    def read(self, key: str) -> bytes | None:
+        """The whole blob, or None if it is absent."""
+
+    def read_range(self, key: str, start: int, length: int) -> bytes | None:
+        """At most `length` bytes from `start` on, or None if the blob is absent."""
+
+    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+        """Writes the blob whole or not at all, whatever was there before."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Writes the blob whole if and only if the key is absent; False: something is there (ours or not)."""
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        """Every blob whose key starts with `prefix` (a folder ending in `/`, or all), in no order."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Removes the blobs; a key that is absent is no error."""
+
+    def stat(self, key: str) -> BlobInfo | None:
+        """Size and time of one blob, or None if it is absent."""
+
+    def local_path(self, key: str) -> Path | None:
+        """The file that holds the blob, where it is one on this machine; it need not exist."""
+
+
+def check_key(key: str) -> str:
+    """Returns `key`, a relative path of plain segments that cannot leave its root.
+
+    Raises:
+        NameNotAllowedError: an empty, absolute, overlong or dotted key, or characters outside the safe set.
+    """
+    segments = key.split("/")
+    if not key or len(key) > _LONGEST_KEY or any(s in ("", ".", "..") or not _SEGMENT.fullmatch(s) for s in segments):
+        raise NameNotAllowedError(
+            f"the storage key {key[:120]!r} is not allowed",
+            why="keys are relative, without empty, '.' or '..' segments, of plain ASCII letters",
+            remedy="a record that holds such a key was not written by this library; do not trust its source",
+            key=key[:200],
+        )
+    return key
+
+
+def parts_of(parts: Buffer | Sequence[Buffer]) -> list[memoryview]:
+    """The buffers as flat byte views, none copied."""
+    whole = [parts] if isinstance(parts, (bytes, bytearray, memoryview)) else parts
+    return [memoryview(part).cast("B") for part in whole if memoryview(part).nbytes]
+
+
+def redact(url: str) -> str:
+    """`url` without user, password and query, which may hold secrets."""
+    if "://" not in url:
+        return url
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
+    return f"{scheme}://{authority.rsplit('@', 1)[-1]}{slash}{path}"
+
+
+def open_blobs(url: str | os.PathLike[str], **options: Any) -> Blobs:
+    """The blobs below `url`: a plain path, `file://`, `memory://`, or any fsspec URL. Does no I/O.
+
+    `s3://`, `gs://` and `az://` go through obstore where it is installed and through fsspec otherwise;
+    `driver="obstore"` or `driver="fsspec"` forces one. Other options go to the driver as they are.
+
+    Raises:
+        UsageError: an unknown scheme or driver, or one whose package is not installed.
+    """
+    text = os.fspath(url)
+    if not text:
+        raise UsageError("the store's URL is empty", remedy="give a folder or an fsspec URL")
+    if "://" not in text or text.startswith(("file://", "local://")):
+        return _local(text, options)
+    scheme = urlsplit(text).scheme
+    if scheme == "memory":
+        from multilora_store.storage.memory import MemoryBlobs
+
+        _refuse_options(text, options)
+        return MemoryBlobs(text)
+    return _remote(text, scheme, options)
+
+
+def _local(text: str, options: dict[str, Any]) -> Blobs:
+    from multilora_store.storage.local import LocalBlobs
+
+    path = text.split("://", 1)[1] if "://" in text else text
+    if not path:
+        raise UsageError(f"the store's URL {text!r} names no folder", remedy="give a path, as in file:///data")
+    _refuse_options(text, options)
+    return LocalBlobs(Path(path).expanduser())
+
+
+def _refuse_options(text: str, options: dict[str, Any]) -> None:
+    options.pop("driver", None)
+    if options:
+        raise UsageError(
+            f"{redact(text)} takes no storage options, but got {', '.join(sorted(options))}",
+            remedy="leave them out, or give the URL of the remote storage that they belong to",
+        )
+
+
+def _remote(text: str, scheme: str, options: dict[str, Any]) -> Blobs:
+    from multilora_store.storage.fsspec_blobs import FsspecBlobs
+    from multilora_store.storage.object_blobs import OBJECT_SCHEMES, ObjectBlobs, obstore_installed
+
+    driver = options.pop("driver", None)
+    if driver not in (None, "obstore", "fsspec"):
+        raise UsageError(f"unknown storage driver {driver!r}", remedy="valid: obstore, fsspec")
+    fast = scheme in OBJECT_SCHEMES and obstore_installed()
+    if driver == "obstore" and not fast:
+        raise UsageError(
+            f"the obstore driver cannot open {redact(text)}",
+            why=f"it serves {', '.join(sorted(OBJECT_SCHEMES))} and needs the obstore package",
+            remedy="pip install 'multilora-store[s3]', or driver=fsspec",
+        )
+    if driver == "obstore" or (driver is None and fast):
+        return ObjectBlobs(text, **options)
+    return FsspecBlobs(text, **options)

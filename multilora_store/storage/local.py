@@ -1,0 +1,243 @@
+"""Blobs on a local or shared disk: whole files, exclusive creation by hard link, nothing outside the root."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from multilora_store.errors import DamagedError, StorageError
+from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of
+from multilora_store.storage.failures import translated
+
+__all__ = ["LocalBlobs"]
+
+_TEMPORARY = ".tmp~"
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_FRAMED = b"mls-framed "
+_FRAME_PATIENCE = 2.0
+
+
+class LocalBlobs:
+    """Files below one folder.
+
+    A write goes to a temporary file in the same folder, is flushed to the disk, and gets its name in one
+    step (`os.replace`, or `os.link` for `create`); then the folder is flushed. Files and folders follow
+    the umask, so that a store on a shared disk is readable to whom it should be.
+    """
+
+    exclusive: Exclusive = "holds"
+    endpoint = "local"
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.url = str(self.root)
+
+    def read(self, key: str) -> bytes | None:
+        path = self.local_path(key)
+        with translated("reading", str(path)):
+            try:
+                with open(path, "rb") as file:
+                    data = file.read()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return _unframe(path, data) if data.startswith(_FRAMED) else data
+
+    def read_range(self, key: str, start: int, length: int) -> bytes | None:
+        path = self.local_path(key)
+        with translated("reading", str(path)):
+            try:
+                with open(path, "rb") as file:
+                    file.seek(start)
+                    return file.read(length)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+        path = self.local_path(key)
+        with translated("writing", str(path)):
+            temporary = self._write_temporary(path, parts)
+            try:
+                os.replace(temporary, path)
+            except BaseException:
+                _remove_quietly(temporary)
+                raise
+            _sync_folder(path.parent)
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self.local_path(key)
+        with translated("creating", str(path)):
+            if os.path.lexists(path):
+                return False
+            temporary = self._write_temporary(path, data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return _create_framed(path, data)
+            finally:
+                _remove_quietly(temporary)
+            _sync_folder(path.parent)
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        if prefix:
+            check_key(prefix.rstrip("/"))
+        folder = self.root / prefix if prefix.endswith("/") or not prefix else (self.root / prefix).parent
+        with translated("listing", str(folder)):
+            self._contain(folder)
+            yield from (info for info in self._walk(folder) if info.key.startswith(prefix))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        folders: set[Path] = set()
+        for key in keys:
+            path = self.local_path(key)
+            with translated("deleting", str(path)):
+                try:
+                    path.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                folders.add(path.parent)
+        for folder in folders:
+            self._remove_if_empty(folder)
+
+    def stat(self, key: str) -> BlobInfo | None:
+        path = self.local_path(key)
+        with translated("looking at", str(path)):
+            try:
+                status = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return BlobInfo(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+
+    def local_path(self, key: str) -> Path:
+        path = self.root / check_key(key)
+        self._contain(path)
+        return path
+
+    def _contain(self, path: Path) -> None:
+        """Refuses a path that a symbolic link leads out of the root (the root itself may be a link)."""
+        root, real = os.path.realpath(self.root), os.path.realpath(path)
+        if real != root and not real.startswith(root.rstrip(os.sep) + os.sep):
+            raise DamagedError(
+                f"{path} leaves the store's root",
+                why=f"a symbolic link leads to {real}",
+                remedy="remove the link; copy what it points to into the store if it belongs there",
+                path=str(path),
+            )
+
+    def _write_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> Path:
+        _make_folder(path.parent)
+        temporary = path.parent / f"{_TEMPORARY}{path.name}~{secrets.token_hex(4)}"
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            with open(descriptor, "wb", buffering=1 << 20) as file:
+                for part in parts_of(parts):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            _remove_quietly(temporary)
+            raise
+        return temporary
+
+    def _walk(self, folder: Path) -> Iterator[BlobInfo]:
+        try:
+            entries = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from self._walk(Path(entry.path))
+            elif entry.is_file(follow_symlinks=False) and not entry.name.startswith(_TEMPORARY):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                key = os.path.relpath(entry.path, self.root).replace(os.sep, "/")
+                yield BlobInfo(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        """Removes a folder that a deletion left empty, and its parents, up to the root: tidiness, not truth."""
+        while folder != self.root and self.root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the folder and its parents, and flushes each new name to the disk."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        return
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some network disks have no such call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _remove_quietly(path: Path) -> None:
+    """Removes a temporary file of ours; one that cannot be removed is garbage, not a failure."""
+    try:
+        path.unlink()
+    except OSError:
+        return
+
+
+def _create_framed(path: Path, data: bytes) -> bool:
+    """Exclusive creation without hard links: the name comes first, so length and digest stand in the body."""
+    frame = f"{len(data)} {hashlib.sha256(data).hexdigest()}\n".encode()
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return False
+    with open(descriptor, "wb") as file:
+        file.write(_FRAMED + frame + data)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(path.parent)
+    return True
+
+
+def _unframe(path: Path, data: bytes) -> bytes:
+    """The body of a framed file; waits a moment for a writer that has the name but not yet the bytes."""
+    deadline = time.monotonic() + _FRAME_PATIENCE
+    while True:
+        head, _, body = data.removeprefix(_FRAMED).partition(b"\n")
+        length, _, digest = head.partition(b" ")
+        if length.isdigit() and len(body) == int(length) and hashlib.sha256(body).hexdigest() == digest.decode():
+            return body
+        if time.monotonic() > deadline:
+            raise DamagedError(
+                f"{path} is not whole",
+                why="a writer died between naming and filling it, on a disk without hard links",
+                remedy="if no writer is at work, remove this file: it was never a commit",
+                path=str(path),
+            )
+        time.sleep(0.05)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise StorageError(f"reading failed at {path}", why=str(error)) from error

@@ -1,0 +1,248 @@
+"""Blobs on S3, Google Cloud Storage and Azure through obstore: conditional creates, and speed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from multilora_store.errors import StorageUnreachableError, UsageError
+from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of, redact
+from multilora_store.storage.failures import scrub, translate, translated
+
+__all__ = ["OBJECT_SCHEMES", "ObjectBlobs", "obstore_installed"]
+
+OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "abfs", "abfss"})
+_OPTIONS = frozenset({"endpoint_url", "region", "anon", "retries", "timeout", "config", "client_options"})
+_CHUNK = 16 << 20
+
+
+def obstore_installed() -> bool:
+    """Whether the obstore package is there, without importing it."""
+    return importlib.util.find_spec("obstore") is not None
+
+
+class ObjectBlobs:
+    """Blobs in a bucket of a cloud's object storage.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://...` or `az://...`.
+        endpoint_url: Another server that speaks the protocol; by default AWS_ENDPOINT_URL or the cloud itself.
+        region: The bucket's region; by default AWS_REGION or the endpoint's.
+        anon: Sends unsigned requests.
+        retries: How often one request is repeated after a server's failure or a lost connection.
+        timeout: Seconds that one request may take.
+        config: Further settings of obstore's store, as they are.
+        client_options: Further settings of obstore's HTTP client, as they are.
+
+    Secrets come from the environment or the cloud's own chain, never from options.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+        retries: int = 5,
+        timeout: float = 60.0,
+        config: dict[str, Any] | None = None,
+        client_options: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise UsageError(
+                f"unknown storage options for {redact(url)}: {', '.join(sorted(unknown))}",
+                remedy=f"valid: {', '.join(sorted(_OPTIONS))}, driver; or driver=fsspec for the options of fsspec",
+            )
+        self.url = redact(url).rstrip("/")
+        self._arguments: dict[str, Any] = {
+            "url": url.rstrip("/"), "endpoint_url": endpoint_url, "region": region, "anon": anon,
+            "retries": retries, "timeout": timeout, "config": config, "client_options": client_options,
+        }  # fmt: skip
+        self._scheme = url.split("://", 1)[0]
+        self._server = endpoint_url or (_environment_endpoint() if self._scheme in ("s3", "s3a") else None)
+        self.endpoint = f"{self._scheme}+{redact(self._server)}" if self._server else f"{self._scheme}://cloud"
+        self.exclusive: Exclusive = "unknown" if self._server else "holds"
+        self._lock = threading.Lock()
+        self._made: tuple[int, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._arguments
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return f"ObjectBlobs({self.url!r})"
+
+    def read(self, key: str) -> bytes | None:
+        import obstore
+
+        with translated("reading", self._where(key)):
+            try:
+                return bytes(obstore.get(self._store(), check_key(key)).bytes())
+            except FileNotFoundError:
+                return None
+
+    def read_range(self, key: str, start: int, length: int) -> bytes | None:
+        import obstore
+
+        if length <= 0:
+            return b""
+        with translated("reading", self._where(key)):
+            try:
+                return bytes(obstore.get_range(self._store(), check_key(key), start=start, length=length))
+            except FileNotFoundError:
+                return None
+            except Exception as error:
+                if "416" in str(error) or "range" in str(error).lower():  # it starts behind the end
+                    return b""
+                raise
+
+    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+        import obstore
+
+        body = b"".join(parts_of(parts))
+        with translated("writing", self._where(key)):
+            obstore.put(self._store(), check_key(key), body, chunk_size=_CHUNK, use_multipart=len(body) > 4 * _CHUNK)
+
+    def create(self, key: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            obstore.put(self._store(), check_key(key), data, mode="create", use_multipart=False)
+        except (AlreadyExistsError, PreconditionError, FileExistsError):
+            return False
+        except Exception as error:
+            if "ConditionalRequestConflict" in str(error) or "409" in str(error):
+                return False  # AWS: two writers at once; the caller looks who won
+            raise translate(error, "creating", self._where(key)) from error
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[BlobInfo]:
+        import obstore
+
+        if prefix:
+            check_key(prefix.rstrip("/"))
+        folder = prefix.rpartition("/")[0]
+        with translated("listing", self._where(prefix)):
+            for page in obstore.list(self._store(), prefix=folder or None, chunk_size=1000):
+                for found in page:
+                    if found["path"].startswith(prefix):
+                        yield BlobInfo(found["path"], found["size"], found["last_modified"])
+
+    def delete(self, keys: Iterable[str]) -> None:
+        import obstore
+
+        paths = [check_key(key) for key in keys]
+        for start in range(0, len(paths), 1000):
+            batch = paths[start : start + 1000]
+            with translated("deleting", self._where(batch[0])):
+                try:
+                    obstore.delete(self._store(), batch)
+                except FileNotFoundError:
+                    self._delete_one_by_one(batch)
+
+    def _delete_one_by_one(self, paths: Sequence[str]) -> None:
+        import obstore
+
+        for path in paths:
+            try:
+                obstore.delete(self._store(), path)
+            except FileNotFoundError:
+                continue
+
+    def stat(self, key: str) -> BlobInfo | None:
+        import obstore
+
+        with translated("looking at", self._where(key)):
+            try:
+                meta = obstore.head(self._store(), check_key(key))
+            except FileNotFoundError:
+                return None
+        return BlobInfo(key, meta["size"], meta["last_modified"])
+
+    def local_path(self, key: str) -> Path | None:
+        check_key(key)
+        return None
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _store(self) -> Any:
+        """obstore's store of this process; its threads do not survive a fork, so a child is told so."""
+        made = self._made
+        if made is not None and made[0] == os.getpid():
+            return made[1]
+        if _runtime_of not in (None, os.getpid()):
+            raise StorageUnreachableError(
+                f"{self.url} cannot be used in this forked process",
+                why="obstore was in use before the fork, and its threads do not survive one",
+                remedy="start workers with spawn, or open the store with driver=fsspec",
+            )
+        with self._lock:
+            self._made = (os.getpid(), self._make())
+        return self._made[1]
+
+    def _make(self) -> Any:
+        from obstore.store import from_url
+
+        global _runtime_of
+        given = self._arguments
+        config = dict(given["config"] or {})
+        client = {"timeout": timedelta(seconds=given["timeout"]), **(given["client_options"] or {})}
+        if self._server:
+            config.setdefault("endpoint", self._server)
+            if self._server.startswith("http://"):
+                client.setdefault("allow_http", True)
+        if given["region"]:
+            config.setdefault("region", given["region"])
+        if given["anon"]:
+            config.setdefault("skip_signature", True)
+        retry = {"max_retries": given["retries"], "retry_timeout": timedelta(seconds=3 * given["timeout"])}
+        provider = None if given["anon"] or self._scheme not in ("s3", "s3a") else _aws_chain()
+        extra = {"credential_provider": provider} if provider else {}
+        try:
+            made = from_url(given["url"], config=config, client_options=client, retry_config=retry, **extra)
+        except Exception as error:
+            raise UsageError(
+                f"no storage for {self.url}", why=scrub(str(error)), remedy="check the URL and the options"
+            ) from error
+        _runtime_of = os.getpid()
+        return made
+
+
+_runtime_of: int | None = None
+
+
+def _environment_endpoint() -> str | None:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+
+
+def _aws_chain() -> Any:
+    """A provider over botocore's chain (profiles, SSO), where the environment holds no keys of its own."""
+    if os.environ.get("AWS_ACCESS_KEY_ID") or importlib.util.find_spec("botocore") is None:
+        return None
+    from botocore.session import get_session  # type: ignore[import-untyped]
+
+    credentials = get_session().get_credentials()
+    if credentials is None or credentials.method in ("iam-role", "container-role", "assume-role-with-web-identity"):
+        return None  # obstore knows these by itself
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": getattr(credentials, "_expiry_time", None),
+        }
+
+    return provide
