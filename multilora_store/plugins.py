@@ -43,7 +43,25 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Kind of plugin -> what one of that kind does."""
 
-BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType({})
+_MERGE_STRATEGIES: Final = {
+    "additive": "cat linear model_stock slerp svd task_arithmetic",
+    "elements": "breadcrumbs dare_linear dare_ties della magnitude_prune ties",
+    "spectral": "core_space iso knots tsv",
+    "peft": (
+        "peft_cat peft_dare_linear peft_dare_linear_svd peft_dare_ties peft_dare_ties_svd "
+        "peft_linear peft_magnitude_prune peft_magnitude_prune_svd peft_svd peft_ties "
+        "peft_ties_svd"
+    ),
+}
+BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
+    {
+        **{
+            ("merge_strategy", name): f"multilora_store.merging.strategies.{home}:{name}"
+            for home, names in _MERGE_STRATEGIES.items()
+            for name in names.split()
+        },
+    }
+)
 """(kind, name) -> `module:attribute`, resolved on first use."""
 
 _MARK: Final = "__multilora_plugin__"

@@ -1,0 +1,10 @@
+"""Merging: low-rank algebra, strategies as pure functions, merging of stored adapters without a base model."""
+
+from __future__ import annotations
+
+from multilora_store.merging.adapters import Merged, merge_adapters
+from multilora_store.merging.merge import MergeResult, merge
+from multilora_store.merging.source import MergeSource
+from multilora_store.merging.strategy import Strategy, strategy
+
+__all__ = ["MergeResult", "MergeSource", "Merged", "Strategy", "merge", "merge_adapters", "strategy"]

@@ -1,0 +1,166 @@
+"""A weight delta as its two factors, and the algebra on it: no dense matrix is formed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Decomposition", "LowRank", "relative_distance"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """The thin singular value decomposition of a `LowRank`, one per group: `u @ diag(s) @ vh`.
+
+    Attributes:
+        u: (groups, m, k), orthonormal columns.
+        s: (groups, k), descending.
+        vh: (groups, k, n), orthonormal rows.
+    """
+
+    u: Tensor
+    s: Tensor
+    vh: Tensor
+
+    def take(self, rank: int) -> LowRank:
+        """The best approximation of at most `rank` (Eckart-Young), its singular values shared by both factors."""
+        root = self.s[:, :rank].sqrt()
+        return LowRank(self.u[:, :, :rank] * root[:, None, :], root[:, :, None] * self.vh[:, :rank])
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A weight delta `up @ down`, the scale already inside.
+
+    Most deltas are one matrix; grouped experts and grouped convolutions are several of one shape, so that every delta
+    carries a first dimension of groups. A sum of norms or an inner product runs over all groups.
+
+    Attributes:
+        up: (groups, m, r), float64.
+        down: (groups, r, n), float64.
+    """
+
+    up: Tensor
+    down: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.up.ndim == self.down.ndim == 3, "factors are (groups, rows, columns)"
+        assert self.up.shape[0] == self.down.shape[0], "both factors have the same groups"
+        assert self.up.shape[2] == self.down.shape[1], "the factors share the rank"
+
+    @classmethod
+    def of(cls, up: Tensor, down: Tensor, scale: float = 1.0) -> LowRank:
+        """`scale * up @ down` in float64, the scale on `down`, where PEFT puts it when it joins adapters.
+
+        Args:
+            up: (m, r) or (groups, m, r), any floating dtype.
+            down: (r, n) or (groups, r, n).
+            scale: The effective scale of the pair.
+        """
+        up64, down64 = up.to(torch.float64), down.to(torch.float64) * scale
+        return cls(up64.reshape(-1, *up64.shape[-2:]), down64.reshape(-1, *down64.shape[-2:]))
+
+    @classmethod
+    def total(cls, deltas: Sequence[LowRank], weights: Sequence[float] | None = None) -> LowRank:
+        """The exact weighted sum: the factors stand side by side, the rank is the sum of the ranks."""
+        scaled = deltas if weights is None else [d.scaled(w) for d, w in zip(deltas, weights, strict=True)]
+        return cls(torch.cat([d.up for d in scaled], dim=2), torch.cat([d.down for d in scaled], dim=1))
+
+    @property
+    def groups(self) -> int:
+        """How many matrices it holds."""
+        return self.up.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """The width of the factors, an upper bound of the rank of each group."""
+        return self.up.shape[2]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one group's delta."""
+        return self.up.shape[1], self.down.shape[2]
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank that a matrix of this shape and these factors can have."""
+        return min(self.rank, *self.shape)
+
+    @property
+    def transposed(self) -> LowRank:
+        """The delta of every group transposed."""
+        return LowRank(self.down.mT, self.up.mT)
+
+    def group(self, index: int) -> LowRank:
+        """One group alone."""
+        return LowRank(self.up[index : index + 1], self.down[index : index + 1])
+
+    def scaled(self, factor: float) -> LowRank:
+        """`factor` times the delta."""
+        return self if factor == 1.0 else LowRank(self.up, self.down * factor)
+
+    def dense(self, rows: slice = slice(None)) -> Tensor:
+        """The rows of the dense delta, (groups, rows, n), float64."""
+        return self.up[:, rows] @ self.down
+
+    def inner(self, other: LowRank) -> float:
+        """The Frobenius inner product with a delta of the same shape, in O((m + n) r r')."""
+        return float(((self.up.mT @ other.up) * (self.down @ other.down.mT)).sum())
+
+    def norm(self) -> float:
+        """The Frobenius norm, through the triangular factors: exact to rounding for near-zero differences too."""
+        return float(torch.linalg.vector_norm(self._triangular()))
+
+    def cosine(self, other: LowRank) -> float:
+        """The cosine between two deltas as vectors; 0 where one of them is zero."""
+        product = self.norm() * other.norm()
+        return 0.0 if product == 0.0 else max(-1.0, min(1.0, self.inner(other) / product))
+
+    def svd(self) -> Decomposition:
+        """The thin decomposition: QR of both factors, SVD of the small core between them."""
+        left, core_left = torch.linalg.qr(self.up)
+        right, core_right = torch.linalg.qr(self.down.mT)
+        u, s, vh = torch.linalg.svd(core_left @ core_right.mT, full_matrices=False)
+        return Decomposition(left @ u, s, vh @ right.mT)
+
+    def truncate(self, rank: int) -> LowRank:
+        """The best approximation of at most `rank` in every group."""
+        return self.svd().take(rank)
+
+    def narrow(self, rank: int) -> LowRank:
+        """The same delta when the factors already have at most `rank` columns, its best approximation otherwise."""
+        return self if self.rank <= rank else self.truncate(rank)
+
+    def padded(self, rank: int) -> LowRank:
+        """The same delta with factors of exactly `rank` columns, the new ones zero."""
+        extra = rank - self.rank
+        if extra <= 0:
+            return self
+        up, down = self.up, self.down
+        return LowRank(
+            torch.cat([up, up.new_zeros(*up.shape[:2], extra)], dim=2),
+            torch.cat([down, down.new_zeros(down.shape[0], extra, down.shape[2])], dim=1),
+        )
+
+    def is_finite(self) -> bool:
+        """Whether no factor holds an infinity or a NaN."""
+        return bool(torch.isfinite(self.up).all() and torch.isfinite(self.down).all())
+
+    def _triangular(self) -> Tensor:
+        core_left = torch.linalg.qr(self.up, mode="r").R
+        core_right = torch.linalg.qr(self.down.mT, mode="r").R
+        product: Tensor = core_left @ core_right.mT
+        return product
+
+
+def relative_distance(found: LowRank, expected: LowRank) -> float:
+    """`|found - expected| / |expected|` in the Frobenius norm; infinite where only `expected` is zero."""
+    difference = LowRank.total([found, expected], [1.0, -1.0]).norm()
+    size = expected.norm()
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / size

@@ -1,0 +1,148 @@
+"""Strategies on singular vectors: they align the adapters' subspaces before they merge. All run in the factors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from multilora_store.merging.blocks import Block
+from multilora_store.merging.lowrank import LowRank
+from multilora_store.merging.strategies.elements import Election, elected_mean, trimmed
+from multilora_store.merging.strategy import BETWEEN_0_AND_1, Interval, strategy
+
+__all__ = ["core_space", "iso", "knots", "tsv"]
+
+_TINY = 1e-10  # relative to the largest singular value: below it a direction is rounding, not content
+
+
+@strategy(
+    citation="Stoica et al., Model merging with SVD to tie the Knots (arXiv 2410.19735), section 4",
+    neutral={"method": "linear", "scale": 1.0},
+    limits={"density": BETWEEN_0_AND_1},
+)
+def knots(
+    deltas: Sequence[LowRank],
+    weights: Sequence[float],
+    *,
+    method: Literal["ties", "linear"] = "ties",
+    density: float = 0.2,
+    scale: float = 1.0,
+    election: Election = "total",
+) -> LowRank:
+    """Express all deltas in one shared left basis by the SVD of `[D1 ... Dk]`, merge the right parts, multiply back.
+
+    With `method: ties` the right parts (singular values times right vectors) go through trim, elect and mean.
+    """
+    basis, triangular = torch.linalg.qr(torch.cat([delta.up for delta in deltas], dim=2))
+    columns = torch.split(triangular, [delta.rank for delta in deltas], dim=2)
+    rights = torch.cat([left @ delta.down for left, delta in zip(columns, deltas, strict=True)], dim=2)
+    # rights.mT = q r gives rights = r.T q.T, so that only the small r is decomposed.
+    q, r = torch.linalg.qr(rights.mT)
+    u, s, vh = torch.linalg.svd(r.mT, full_matrices=False)
+    content = (s > _TINY * s[:, :1])[:, :, None]
+    aligned = torch.split((s[:, :, None] * vh * content) @ q.mT, deltas[0].shape[1], dim=2)
+    merged = _merge_elements(aligned, weights, method, density, election)
+    return LowRank(basis @ u, merged * scale)
+
+
+@strategy(
+    citation="Panariello et al., Accurate and Efficient Low-Rank Model Merging in Core Space (arXiv 2509.17786)",
+    neutral={"method": "linear", "scale": 1.0},
+    limits={"density": BETWEEN_0_AND_1},
+)
+def core_space(
+    deltas: Sequence[LowRank],
+    weights: Sequence[float],
+    *,
+    method: Literal["linear", "ties", "tsv", "iso"] = "tsv",
+    density: float = 0.2,
+    scale: float = 1.0,
+    election: Election = "total",
+) -> LowRank:
+    """Write every delta as `U M V` in bases common to all, merge the small cores `M`, multiply back.
+
+    The bases are the left singular vectors of the stacked B and the right ones of the stacked A: nothing is lost.
+    """
+    left = torch.linalg.svd(torch.cat([delta.up for delta in deltas], dim=2), full_matrices=False).U
+    right = torch.linalg.svd(torch.cat([delta.down for delta in deltas], dim=1), full_matrices=False).Vh
+    cores = [(left.mT @ delta.up) @ (delta.down @ right.mT) for delta in deltas]
+    if method in ("linear", "ties"):
+        merged = _merge_elements(cores, weights, "ties" if method == "ties" else "linear", density, election)
+    else:
+        spectral = tsv if method == "tsv" else iso
+        merged = spectral([_as_low_rank(core) for core in cores], weights).dense()
+    return LowRank(left @ merged, right * scale)
+
+
+@strategy(
+    citation="Gargiulo et al., Task Singular Vectors: Reducing Task Interference (arXiv 2412.00081), TSV-M",
+    neutral={"keep": 1.0, "scale": 1.0},
+    limits={"keep": BETWEEN_0_AND_1},
+)
+def tsv(deltas: Sequence[LowRank], weights: Sequence[float], *, keep: float = 1.0, scale: float = 1.0) -> LowRank:
+    """Make the singular vectors of different adapters orthogonal to each other, then sum.
+
+    `keep` is the fraction of each adapter's singular directions that takes part; the paper, whose deltas have full
+    rank, keeps one in as many as there are tasks.
+    """
+    parts = [delta.svd() for delta in deltas]
+    counts = [
+        max(1, math.ceil(keep * min(delta.max_rank, part.s.shape[1])))
+        for delta, part in zip(deltas, parts, strict=True)
+    ]
+    lefts = torch.cat([part.u[:, :, :count] for part, count in zip(parts, counts, strict=True)], dim=2)
+    rights = torch.cat([part.vh[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
+    sizes = torch.cat(
+        [weight * part.s[:, :count] for part, count, weight in zip(parts, counts, weights, strict=True)], dim=1
+    )
+    return LowRank(_orthogonal(lefts) * (sizes * scale)[:, None, :], _orthogonal(rights))
+
+
+@strategy(
+    citation="Marczak et al., No Task Left Behind: Isotropic Model Merging (arXiv 2502.04959), Iso-C",
+    neutral={"isotropy": 0.0, "scale": 1.0},
+    limits={"isotropy": Interval(low=0.0, high=1.0)},
+)
+def iso(deltas: Sequence[LowRank], weights: Sequence[float], *, isotropy: float = 1.0, scale: float = 1.0) -> LowRank:
+    """The weighted sum with its singular values drawn to their mean: no task's direction outweighs another's.
+
+    `isotropy` 1 is the paper's Iso-C, 0 the plain sum. The mean is over the directions that the adapters span.
+    """
+    parts = LowRank.total(deltas, weights).svd()
+    content = parts.s > _TINY * parts.s[:, :1]
+    mean = (parts.s * content).sum(dim=1, keepdim=True) / content.sum(dim=1, keepdim=True).clamp(min=1)
+    values = torch.where(content, parts.s + isotropy * (mean - parts.s), 0.0) * scale
+    return LowRank(parts.u * values[:, None, :], parts.vh)
+
+
+def _as_low_rank(core: Tensor) -> LowRank:
+    identity = torch.eye(core.shape[2], dtype=core.dtype).expand(core.shape[0], -1, -1)
+    return LowRank(core, identity)
+
+
+def _orthogonal(stacked: Tensor) -> Tensor:
+    """The nearest matrix with orthonormal columns or rows (Procrustes: the polar factor)."""
+    u, _, vh = torch.linalg.svd(stacked, full_matrices=False)
+    nearest: Tensor = u @ vh
+    return nearest
+
+
+def _merge_elements(
+    parts: Sequence[Tensor],
+    weights: Sequence[float],
+    method: Literal["ties", "linear"],
+    density: float,
+    election: Election,
+) -> Tensor:
+    """The parts (groups, rows, columns) merged element by element, each group for itself."""
+    if method == "linear":
+        return torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(dim=0)
+    merged = []
+    for group in range(parts[0].shape[0]):
+        blocks = [Block.of(part[group]) for part in parts]
+        merged.append(elected_mean([trimmed(block, density) for block in blocks], weights, election))
+    return torch.stack(merged).to(parts[0].dtype)
