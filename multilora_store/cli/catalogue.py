@@ -1,0 +1,144 @@
+"""The commands there are: what each is for, what its bare words mean, examples, and where its function lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from keyword import iskeyword
+from types import MappingProxyType
+from typing import Any, Final
+
+from multilora_store.cli.outcome import Outcome
+from multilora_store.cli.schema import SCHEMAS, Common
+from multilora_store.cli.terminal import Terminal
+
+__all__ = ["COMMANDS", "Command"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: The verb.
+        summary: One line.
+        examples: Command lines without the program's name, the most usual first.
+        words: The options that bare words behind the verb stand for, in order.
+        demo: Whether it works on the embedded demo where nothing is configured.
+    """
+
+    name: str
+    summary: str
+    examples: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    demo: bool = False
+
+    @property
+    def schema(self) -> type[Common]:
+        """Its options."""
+        return SCHEMAS[self.name]
+
+    def function(self) -> Callable[[Any, Terminal], Outcome]:
+        """The function that does it; imported now."""
+        module = import_module(f"multilora_store.cli.commands.{self.name}{'_' * iskeyword(self.name)}")
+        return module.run  # type: ignore[no-any-return]
+
+
+def _table(*commands: Command) -> Mapping[str, Command]:
+    return MappingProxyType({command.name: command for command in commands})
+
+
+COMMANDS: Final[Mapping[str, Command]] = _table(
+    Command(
+        name="assemble",
+        summary="build the base with every adapter of the set, then shard, save or export it",
+        examples=(
+            "assemble '+adapters=[a,b]'",
+            "assemble '+adapters=[code,team/zh@best]' store.url=s3://bucket/run7 base=hf base.path=/models/llama",
+            "assemble '+adapters=[a,b]' adapters.a.weight=0.3 adapters.b.trainable=true",
+            "assemble snapshot=latest lock=set.lock.json export=./out",
+        ),
+        demo=True,
+    ),
+    Command(
+        name="import",
+        summary="put PEFT folders into the store: one, a folder of several, a trainer's checkpoint",
+        examples=("import ./my-adapter", "import ./checkpoint-100 name=team/code tags=[best]"),
+        words=("source", "name"),
+    ),
+    Command(
+        name="export",
+        summary="write a stored adapter as a plain PEFT folder",
+        examples=("export a@best ./out", "export 'team/*' ./out"),
+        words=("ref", "target"),
+    ),
+    Command(
+        name="path",
+        summary="print a local PEFT folder of a version, fetched and checked if need be",
+        examples=("path a@best", 'vllm serve ... --lora-modules a="$(multilora-store path a@best)"'),
+        words=("ref",),
+        demo=True,
+    ),
+    Command(
+        name="list",
+        summary="the adapters of the store, newest versions and tags",
+        examples=("list", "list 'team/*' output=json"),
+        words=("pattern",),
+        demo=True,
+    ),
+    Command(
+        name="show",
+        summary="one adapter: versions, configuration, tensors; or `show plugins`",
+        examples=("show a", "show a@best tensors=true", "show plugins plugins=[./mine.py]"),
+        words=("ref",),
+        demo=True,
+    ),
+    Command(
+        name="log",
+        summary="the journal: every change of the store, newest first",
+        examples=("log", "log a limit=0"),
+        words=("name",),
+        demo=True,
+    ),
+    Command(
+        name="snapshots",
+        summary="the saved sets, and what each names",
+        examples=("snapshots", "snapshots latest"),
+        words=("snapshot",),
+        demo=True,
+    ),
+    Command(
+        name="tag",
+        summary="give a version a name, or take it away",
+        examples=("tag a@latest best", "tag a best remove=true"),
+        words=("ref", "tag"),
+    ),
+    Command(
+        name="delete",
+        summary="delete an adapter, one version, or a snapshot",
+        examples=("delete a@v0123456789abcdef", "delete snapshot=20261130T120000Z"),
+        words=("ref",),
+    ),
+    Command(
+        name="restore",
+        summary="write a whole snapshot out: a PEFT folder for each adapter, the lock, the snapshot's own files",
+        examples=("restore ./out", "restore ./out snapshot=20261130T120000Z"),
+        words=("target",),
+    ),
+    Command(
+        name="verify",
+        summary="read everything and compare it with what was recorded; exit code 3 if something is wrong",
+        examples=("verify", "verify a@best", "verify deep=false output=json"),
+        words=("ref",),
+        demo=True,
+    ),
+    Command(
+        name="diff",
+        summary="compare two versions: configuration, tensors, distances; exit code 3 if they differ",
+        examples=("diff a@v0123 a@latest", "diff a b"),
+        words=("left", "right"),
+        demo=True,
+    ),
+)
+"""Verb -> command."""

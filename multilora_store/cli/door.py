@@ -1,0 +1,197 @@
+"""The door: takes the line apart, helps Hydra where it needs help, runs the command, turns failures into lines.
+
+What Hydra 1.3 cannot do as typed is done here and nowhere else: verbs, flags in any order, names that its grammar
+misreads, folders it would leave behind, errors it would print over many lines, sweeps that an exit code would stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from multilora_store.cli.argv import CommandLine, parse
+from multilora_store.cli.catalogue import COMMANDS, Command
+from multilora_store.cli.failures import document_of, exit_code, lines_of, wants_traceback, worst
+from multilora_store.cli.terminal import Terminal, rank_of_environment
+from multilora_store.errors import UsageError
+
+__all__ = ["run"]
+
+_QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+    "hydra.sweep.subdir=.",
+)
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; nothing but a failure of the interpreter escapes."""
+    typed = list(sys.argv[1:] if argv is None else argv)
+    terminal = Terminal(
+        command=next((word for word in typed if word in COMMANDS), ""),
+        json=any(word.lstrip("+") == "output=json" for word in typed),
+        quiet=any(word.lstrip("+").lower() == "quiet=true" for word in typed),
+        rank=rank_of_environment(),
+    )
+    full = wants_traceback()  # asked before the variable is set for Hydra
+    verbose = any(word.lstrip("+").lower() == "verbose=true" for word in typed)
+    with terminal.warnings_as_lines(), _log_as_lines(terminal, verbose=verbose):
+        try:
+            return _dispatch(parse(typed, COMMANDS), terminal, full=full)
+        except SystemExit as leaving:
+            return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        except BrokenPipeError:  # the reader of a pipe has left (`| head`): not a failure
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            return _report(error, terminal, full=full)
+
+
+def _dispatch(line: CommandLine, terminal: Terminal, *, full: bool) -> int:
+    if line.version:
+        from multilora_store import __version__
+
+        print(f"multilora_store {__version__}")
+        return 0
+    if line.completion:
+        from multilora_store.cli.complete import complete
+
+        return complete(line.flags, line.overrides)
+    if line.help or (line.verb is None and not line.overrides and not line.shows):
+        from multilora_store.cli.help import help_text
+
+        if terminal.rank == 0:
+            print(help_text(line))
+        return 0
+    if line.verb is None:
+        raise UsageError("no command was given", remedy=f"commands: {', '.join(COMMANDS)}; e.g. assemble +adapters=[a,b]")
+    return _through_hydra(line, COMMANDS[line.verb], terminal, full=full)
+
+
+def _words_as_overrides(line: CommandLine, command: Command) -> list[str]:
+    from multilora_store.cli.overrides import quoted
+
+    if len(line.words) > len(command.words):
+        taken = " ".join(name.upper() for name in command.words)
+        raise UsageError(
+            f"{line.words[len(command.words)]!r} is not an override",
+            why=f"usage: {command.name} {taken} key=value ..." if taken else f"{command.name} takes key=value only",
+            remedy=f"see {command.name} --help",
+        )
+    return [f"{key}={quoted(word)}" for key, word in zip(command.words, line.words, strict=False)]
+
+
+def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, full: bool) -> int:
+    """Hand the prepared line to Hydra and run the command on what it composes, once or for each job of a sweep."""
+    from multilora_store.cli.declared import check_adapter_files
+    from multilora_store.cli.demo import demo_overrides
+    from multilora_store.cli.options import options_of
+    from multilora_store.cli.overrides import chosen, prepare
+    from multilora_store.cli.plugins import load_plugins
+    from multilora_store.cli.sources import conf_folder, register
+
+    text_keys = {option.key for option in options_of(command.schema) if option.text} | {"base.path", "merge.into"}
+    typed = [*_words_as_overrides(line, command), *line.overrides]
+    own_set = bool(line.config_dirs or line.config_name)
+    overrides = prepare(typed, text_keys=text_keys, multirun=line.multirun, own_set=own_set)
+    demo = demo_overrides(line, command, overrides)
+    load_plugins(overrides, line.config_dirs, line.config_name or command.name)
+    check_adapter_files(chosen(overrides, "adapters"), line.config_dirs)
+    register(before=line.config_dirs, behind=[conf_folder() / "demo"] if demo else [])
+    codes: list[int] = []
+
+    def job(cfg: Any) -> None:
+        try:
+            codes.append(_command(command, cfg, terminal))
+        except Exception as error:
+            codes.append(_report(error, terminal, full=full))
+
+    with ExitStack() as stack:
+        sweeps = stack.enter_context(tempfile.TemporaryDirectory(prefix="multilora-sweep-"))
+        if terminal.rank != 0 and line.shows:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+        quiet = [*_QUIET_HYDRA, f"hydra.sweep.dir={sweeps}"]
+        given = {word.lstrip("+").partition("=")[0] for word in overrides}
+        ours = [word for word in quiet if word.partition("=")[0] not in given]
+        flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
+        stack.enter_context(_process_as([sys.argv[0], *flags, *ours, *demo, *overrides]))
+        _hydra(conf_folder(), command.name, job)
+    return worst(codes)
+
+
+def _hydra(conf: Path, config_name: str, job: Any) -> None:
+    import hydra
+
+    hydra.main(config_path=str(conf), config_name=config_name, version_base="1.3")(job)()
+
+
+def _command(command: Command, cfg: Any, terminal: Terminal) -> int:
+    from multilora_store.cli.typed import typed
+
+    options = typed(command, cfg)
+    outcome = command.function()(options, terminal)
+    terminal.show(outcome)
+    return outcome.code
+
+
+def _report(error: BaseException, terminal: Terminal, *, full: bool) -> int:
+    code = exit_code(error)
+    everywhere = code == 2 or type(error).__name__ == "DisagreementError"
+    if everywhere and (terminal.rank if code != 2 else int(os.environ.get("LOCAL_RANK", "0") or 0)) != 0:
+        return code  # the same words come from the first rank
+    if full:
+        traceback.print_exception(error)
+    terminal.fail(lines_of(error, terminal.command), document_of(error), code)
+    return code
+
+
+@contextmanager
+def _process_as(argv: Sequence[str]) -> Iterator[None]:
+    """The process as Hydra shall see it: our argv, and errors raised instead of printed."""
+    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = list(argv)
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = before
+        _restore(os.environ, "HYDRA_FULL_ERROR", full)
+
+
+def _restore(environment: Any, key: str, value: str | None) -> None:
+    if value is None:
+        environment.pop(key, None)
+    else:
+        environment[key] = value
+
+
+class _Lines(logging.Handler):
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.terminal.note(f"{record.levelname.lower()}: {' '.join(record.getMessage().split())}")
+
+
+@contextmanager
+def _log_as_lines(terminal: Terminal, *, verbose: bool) -> Iterator[None]:
+    """The library's log on stderr: warnings, and with `verbose` everything from INFO on."""
+    logger = logging.getLogger("multilora_store")
+    handler, level = _Lines(terminal), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,116 @@
+"""Exceptions as lines and exit codes: what, why, remedy; never a traceback unless HYDRA_FULL_ERROR=1 asks for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from multilora_store.cli.options import options_of
+from multilora_store.cli.schema import SCHEMAS, AdapterEntry
+from multilora_store.errors import MultiLoRAError, choices
+
+__all__ = ["document_of", "exit_code", "lines_of", "wants_traceback", "worst"]
+
+_SEVERITY: Final = (0, 3, 2, 1)
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked for the whole story."""
+    return os.environ.get("HYDRA_FULL_ERROR") == "1"
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The worst of several exit codes: failed, then bad usage, then problems found, then done."""
+    return max(codes, default=0, key=lambda code: _SEVERITY.index(code) if code in _SEVERITY else len(_SEVERITY))
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for what Hydra and OmegaConf refuse, the error's own code for ours, 1 for all else."""
+    if isinstance(error, MultiLoRAError):
+        return error.exit_code
+    return 2 if _from_configuration(error) else 1
+
+
+def lines_of(error: BaseException, command: str = "") -> list[str]:
+    """What, why and remedy, one line each."""
+    if isinstance(error, MultiLoRAError):
+        return [" ".join(line.split()) for line in (error.what, error.why, error.remedy) if line]
+    if _from_configuration(error):
+        return _hydra_lines(error, command)
+    if isinstance(error, KeyboardInterrupt):
+        return ["interrupted"]
+    return [
+        f"{type(error).__name__}: {_first_line(error) or 'no message'}",
+        "this is not an error that was foreseen",
+        "HYDRA_FULL_ERROR=1 shows where it was raised",
+    ]
+
+
+def document_of(error: BaseException) -> dict[str, Any]:
+    """The error for `output=json`: type, what, why, remedy, facts."""
+    if isinstance(error, MultiLoRAError):
+        parts = {"what": error.what, "why": error.why, "remedy": error.remedy}
+        facts = {key: _plain(value) for key, value in error.facts.items()}
+        return {"type": type(error).__name__, **parts, "facts": facts}
+    what, *rest = lines_of(error)
+    return {"type": type(error).__name__, "what": what, "why": " ".join(rest), "remedy": "", "facts": {}}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple, set, frozenset)) else str(value)
+
+
+def _from_configuration(error: BaseException) -> bool:
+    """Whether Hydra or OmegaConf raised it; a stray TypeError counts when it comes out of their modules."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return True
+    if not isinstance(error, (TypeError, ValueError, AttributeError)):
+        return False
+    trace, last = error.__traceback__, ""
+    while trace is not None:
+        last = str(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return last.partition(".")[0] in {"hydra", "omegaconf"}
+
+
+def _hydra_lines(error: BaseException, command: str) -> list[str]:
+    """The first line and the innermost cause, then the valid choices where they are known."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    first, inner = _first_line(error), _first_line(chain[-1])
+    lines = [first] if inner in first else [first, inner]
+    listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
+    if listed:
+        lines.append("valid: " + ", ".join(sorted(listed[1].split())))
+    lines += _near_misses(first, inner, command)
+    return [" ".join(line.split()) for line in lines if line]
+
+
+def _near_misses(first: str, inner: str, command: str) -> list[str]:
+    if not re.search(r"Key '[^']*' (not in|is not in struct)", inner):
+        return []
+    key = re.search(r"override '?([^'=]+)", first)
+    full = key[1].lstrip("+~").rstrip(".") if key else ""
+    adapter = re.fullmatch(r"adapters\.([^.]+)\..*", full)
+    if adapter and "struct" in inner:
+        return [f"adapter {adapter[1]!r} is not in the set: choose it too, +adapters=[...,{adapter[1]}]"]
+    known = re.search(r"not in '(\w+)'", inner)
+    if command in SCHEMAS and (known is None or known[1].endswith("Options")):
+        return [choices(full, [option.key for option in options_of(SCHEMAS[command])], noun="option")]
+    if known and known[1] == AdapterEntry.__name__:
+        return [f"fields of an adapter: {', '.join(AdapterEntry.__dataclass_fields__)}"]
+    return [f"see {command} --help"]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

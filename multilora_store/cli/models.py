@@ -1,0 +1,29 @@
+"""The base model of a command: chosen by name, built by its provider."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from multilora_store.errors import UsageError
+from multilora_store.plugins import default_registry
+
+__all__ = ["build_base"]
+
+
+def build_base(choice: Mapping[str, Any] | None) -> Any:
+    """The base model that `base=...` chooses: `{provider: hf, path: ...}`.
+
+    Raises:
+        UsageError: none was chosen.
+        PluginError: there is no such provider.
+        BaseModelError: it cannot be built from what was given.
+    """
+    if choice is None:
+        raise UsageError(
+            "no base model is configured",
+            remedy="choose one: base=hf base.path=/models/llama, or base=python base.target=package.module:callable",
+        )
+    provider = default_registry().get("base_provider", str(choice.get("provider", "")))
+    parameters = {key: value for key, value in choice.items() if key != "provider"}
+    return provider.load()(**parameters)

@@ -1,0 +1,297 @@
+"""The configuration of every command, typed once: names, types, defaults and one line on each.
+
+Hydra composes into these; `--help` and the documentation are written from them. `Any` stands where a plugin decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+__all__ = ["SCHEMAS", "AdapterEntry", "Common", "Output"]
+
+
+def option(default: Any, doc: str) -> Any:
+    """A field with a line of documentation; a list or mapping as default is copied for each instance."""
+    if isinstance(default, (list, dict)) or (isinstance(default, type) and default is not type):
+        factory = default if isinstance(default, type) else default.copy
+        return field(default_factory=factory, metadata={"doc": doc})
+    return field(default=default, metadata={"doc": doc})
+
+
+class Output(Enum):
+    """How results are printed."""
+
+    table = "table"
+    json = "json"
+
+
+@dataclass
+class StoreOptions:
+    """Which store."""
+
+    url: str | None = option("${oc.env:MULTILORA_STORE,null}", "the store's root: a folder or any fsspec URL")
+    options: dict[str, Any] = option({}, "what the storage is told, e.g. {endpoint_url: ...}")
+    demo: bool = option(False, "the embedded demo's own store")
+
+
+@dataclass
+class PluginOptions:
+    """Which drop-in plugins."""
+
+    paths: list[str] = option([], "drop-in files and folders; plugins=[...] is short for this")
+    strict: bool = option(False, "a broken plugin is an error, not a warning")
+
+
+@dataclass
+class Common:
+    """What every command takes."""
+
+    store: StoreOptions = option(StoreOptions, "which store")
+    plugins: PluginOptions = option(PluginOptions, "drop-in plugins")
+    output: Output = option(Output.table, "table, or one JSON document")
+    quiet: bool = option(False, "print errors only")
+    verbose: bool = option(False, "print the library's log too")
+
+
+@dataclass
+class AdapterEntry:
+    """One adapter of the manifest."""
+
+    source: str | None = option(None, "a ref, a path that starts with / or ./, or a URL; its own name by default")
+    store: str | None = option(None, "another store's URL for this entry")
+    if_missing: str = option("error", "error, or init: create it from `config`")
+    config: Any = option(None, "fields of a PEFT configuration, for init")
+    active: bool = option(True, "takes part in the forward")
+    trainable: bool = option(False, "receives gradients")
+    weight: float = option(1.0, "its share when it is active")
+    dtype: str | None = option(None, "float32, bfloat16, ...; null: as stored")
+
+
+@dataclass
+class ShardOptions:
+    """How the assembled model is sharded; `shard=fsdp2` and `shard=fsdp1` choose it."""
+
+    backend: str | None = option(None, "fsdp2, fsdp1, or null: not at all")
+    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block")
+
+
+@dataclass
+class SaveOptions:
+    """Whether the assembled set is saved; `save=true` is short for save.enabled=true."""
+
+    enabled: bool = option(False, "save every adapter and a snapshot, in one commit")
+    step: int | None = option(None, "the training step to record")
+
+
+@dataclass
+class ManifestOptions(Common):
+    """What every command takes that works on a set."""
+
+    adapters: dict[str, AdapterEntry] = option({}, "the set, by name; +adapters=[a,b] chooses")
+    snapshot: str | None = option(None, "take the set from a snapshot: latest, or an id")
+    lock_from: str | None = option(None, "take the set from a lock file")
+    base: Any = option(None, "the base model; base=hf, base=demo, base=python choose")
+    assembler: Any = option(None, "another assembler than the default")
+
+
+@dataclass
+class AssembleOptions(ManifestOptions):
+    """Options of `assemble`."""
+
+    shard: ShardOptions = option(ShardOptions, "how to shard; shard=fsdp2")
+    dtype: str | None = option(None, "one dtype for every adapter; null: as stored")
+    device: str = option("cpu", "cpu, cuda, cuda:1, or meta: structure without bytes")
+    seed: int = option(0, "seed of adapters that are created")
+    allow_base_mismatch: bool = option(False, "accept adapters that were made for another base")
+    lock: str | None = option(None, "write the resolved set to this file")
+    export: str | None = option(None, "write every adapter as a PEFT folder under this folder")
+    save: SaveOptions = option(SaveOptions, "save the set to the store; save=true, save.step=100")
+    dry_run: bool = option(False, "print what would be assembled, touch nothing")
+
+
+@dataclass
+class PlanOptions(ManifestOptions):
+    """Options of `plan`."""
+
+    world_size: int = option(8, "how many ranks to plan for")
+    granularity: str = option("adapter", "adapter, or layer")
+
+
+@dataclass
+class ImportOptions(Common):
+    """Options of `import`."""
+
+    source: str = option(MISSING, "a PEFT folder, a folder of several, a checkpoint-N; path or URL")
+    name: str | None = option(None, "the adapter's name; null: the folder's")
+    prefix: str = option("", "put before every name, e.g. team/")
+    allow_pickle: bool = option(False, "read .bin files too (weights only)")
+    tags: list[str] = option([], "tags to set on what was imported")
+
+
+@dataclass
+class ExportOptions(Common):
+    """Options of `export`."""
+
+    ref: str = option(MISSING, "an adapter, name@version, name@tag, or a pattern such as 'team/*'")
+    target: str = option(MISSING, "the folder to write; a pattern makes one folder for each name")
+    exporter: str | None = option(None, "another layout, by the name of an exporter plugin")
+
+
+@dataclass
+class PathOptions(Common):
+    """Options of `path`."""
+
+    ref: str = option(MISSING, "an adapter, name@version or name@tag")
+
+
+@dataclass
+class ListOptions(Common):
+    """Options of `list`."""
+
+    pattern: str = option("*", "which names, e.g. 'team/*'")
+
+
+@dataclass
+class ShowOptions(Common):
+    """Options of `show`."""
+
+    ref: str = option(MISSING, "an adapter, name@version, name@tag; or the word plugins")
+    tensors: bool = option(False, "list every tensor")
+
+
+@dataclass
+class LogOptions(Common):
+    """Options of `log`."""
+
+    name: str | None = option(None, "only entries that touch this adapter")
+    limit: int = option(20, "how many entries, newest first; 0: all")
+
+
+@dataclass
+class SnapshotsOptions(Common):
+    """Options of `snapshots`."""
+
+    snapshot: str | None = option(None, "show this one in full: latest, or an id")
+
+
+@dataclass
+class TagOptions(Common):
+    """Options of `tag`."""
+
+    ref: str = option(MISSING, "the version to tag, e.g. a@latest")
+    tag: str = option(MISSING, "the tag, e.g. best")
+    remove: bool = option(False, "take the tag away instead")
+
+
+@dataclass
+class DeleteOptions(Common):
+    """Options of `delete`."""
+
+    ref: str | None = option(None, "an adapter with all its versions, or one name@version")
+    snapshot: str | None = option(None, "a snapshot instead")
+
+
+@dataclass
+class RestoreOptions(Common):
+    """Options of `restore`."""
+
+    snapshot: str = option("latest", "which snapshot: latest, or an id")
+    target: str = option(MISSING, "the folder to write: one PEFT folder per adapter, the lock, the snapshot's files")
+
+
+@dataclass
+class VerifyOptions(Common):
+    """Options of `verify`."""
+
+    ref: str | None = option(None, "one adapter or version; null: the whole store")
+    deep: bool = option(True, "read and hash every byte, not sizes alone")
+
+
+@dataclass
+class DoctorOptions(ManifestOptions):
+    """Options of `doctor`."""
+
+    device: str = option("cpu", "where the model is assembled for the audit")
+
+
+@dataclass
+class MergeChoice:
+    """The strategy and what all strategies share."""
+
+    strategy: str = option("linear", "by name; merge=ties chooses it with its own parameters")
+    into: str = option(MISSING, "the name of the merged adapter")
+    rank: int | None = option(None, "rank of the result; null: the strategy's own choice")
+    seed: int = option(0, "seed of strategies that draw")
+    params: Any = option({}, "the strategy's own parameters")
+
+
+@dataclass
+class MergeOptions(Common):
+    """Options of `merge`."""
+
+    adapters: dict[str, AdapterEntry] = option({}, "what to merge; adapters.a.weight=0.7 are the weights")
+    merge: Any = option(None, "the strategy; merge=linear, merge.into=ab, merge.params.density=0.3")
+    dry_run: bool = option(False, "compute and report, write nothing")
+
+
+@dataclass
+class DiffOptions(Common):
+    """Options of `diff`."""
+
+    left: str = option(MISSING, "an adapter or version")
+    right: str = option(MISSING, "what to compare it with")
+
+
+@dataclass
+class SyncOptions(Common):
+    """Options of `sync`."""
+
+    source: str = option(MISSING, "the store to read, by URL")
+    target: str = option(MISSING, "the store to bring up to date, by URL")
+    include: list[str] = option(["*"], "which adapters, by pattern")
+    exclude: list[str] = option([], "which not")
+    delete: bool = option(False, "delete in the target what the source has deleted")
+    dry_run: bool = option(False, "print the plan, copy nothing")
+
+
+@dataclass
+class GcOptions(Common):
+    """Options of `gc`."""
+
+    grace_hours: float = option(24.0, "keep what was purged less than this many hours ago")
+    dry_run: bool = option(False, "print what would go, delete nothing")
+
+
+SCHEMAS: Final[Mapping[str, type[Common]]] = MappingProxyType(
+    {
+        "assemble": AssembleOptions,
+        "plan": PlanOptions,
+        "import": ImportOptions,
+        "export": ExportOptions,
+        "path": PathOptions,
+        "list": ListOptions,
+        "show": ShowOptions,
+        "log": LogOptions,
+        "snapshots": SnapshotsOptions,
+        "tag": TagOptions,
+        "delete": DeleteOptions,
+        "restore": RestoreOptions,
+        "verify": VerifyOptions,
+        "doctor": DoctorOptions,
+        "merge": MergeOptions,
+        "diff": DiffOptions,
+        "sync": SyncOptions,
+        "gc": GcOptions,
+    }
+)
+"""Command -> its options."""
+
+for _verb, _schema in SCHEMAS.items():
+    ConfigStore.instance().store(group="options", name=_verb, node=_schema, package="_global_", provider="multilora_store")

@@ -1,0 +1,52 @@
+"""The store that a command works on: opened from its options, refused in words where none is configured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from multilora_store.adapter import source_kind
+from multilora_store.cli.demo import NOTE, demo_store_folder
+from multilora_store.cli.schema import Common
+from multilora_store.cli.terminal import Terminal
+from multilora_store.errors import UsageError
+
+if TYPE_CHECKING:
+    from multilora_store.storage import Store
+
+__all__ = ["local_path", "opened_store", "store_if_any"]
+
+
+def opened_store(options: Common, terminal: Terminal) -> Store:
+    """The configured store.
+
+    Raises:
+        UsageError: none is configured.
+    """
+    store = store_if_any(options, terminal)
+    if store is None:
+        raise UsageError(
+            "no store is configured",
+            remedy="give store.url=FOLDER or any fsspec URL, or set MULTILORA_STORE",
+        )
+    return store
+
+
+def store_if_any(options: Common, terminal: Terminal, *, create_demo: bool = False) -> Store | None:
+    """The configured store, or None; the demo's only if it is there already or may be created."""
+    from multilora_store.storage import open_store
+
+    if options.store.demo and not options.store.url:
+        folder = demo_store_folder()
+        if not create_demo and not folder.exists():
+            return None
+        terminal.note(NOTE.format(folder=folder))
+        return open_store(folder)
+    if not options.store.url:
+        return None
+    return open_store(local_path(options.store.url), **options.store.options)
+
+
+def local_path(text: str) -> str:
+    """A path with `~` spelled out; a URL as it is."""
+    return text if source_kind(text) == "url" else str(Path(text).expanduser())

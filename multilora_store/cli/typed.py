@@ -1,0 +1,66 @@
+"""What Hydra composed, as the command's typed options: complete, checked, without anything to instantiate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from multilora_store.cli.catalogue import Command
+from multilora_store.cli.schema import Common
+from multilora_store.errors import UsageError
+
+__all__ = ["plain", "typed"]
+
+
+def typed(command: Command, cfg: DictConfig) -> Common:
+    """The options of `command`.
+
+    Raises:
+        UsageError: a value that must be given is not, or something asks to be instantiated.
+    """
+    for key in _targets(cfg):
+        raise UsageError(
+            f"{key} asks to be instantiated, and nothing in a config is",
+            remedy="choose plugins by name; see: show plugins",
+            key=key,
+        )
+    merged = OmegaConf.merge(OmegaConf.structured(command.schema), cfg)
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise UsageError(
+            f"{command.name} needs {', '.join(f'{key}=...' for key in missing)}",
+            remedy=f"e.g. {command.examples[0]}",
+            missing=missing,
+        )
+    options = OmegaConf.to_object(merged)
+    assert isinstance(options, Common), "a structured config becomes its class"
+    return options
+
+
+def plain(value: Any) -> dict[str, Any] | None:
+    """A chosen plugin's config as a plain mapping, None where nothing was chosen."""
+    if value is None:
+        return None
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"{value!r} is not a choice", remedy="see the command's --help for the choices, e.g. base=hf, merge=ties"
+        )
+    return {str(key): item for key, item in value.items()}
+
+
+def _targets(node: Any, path: str = "") -> Iterator[str]:
+    if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+        for key in node:
+            here = f"{path}.{key}" if path else str(key)
+            if str(key) == "_target_":
+                yield here
+            if not OmegaConf.is_missing(node, key):
+                yield from _targets(node._get_node(key), here)
+    elif isinstance(node, ListConfig) and not node._is_none() and not node._is_missing():
+        for at in range(len(node)):
+            yield from _targets(node._get_node(at), f"{path}[{at}]")
