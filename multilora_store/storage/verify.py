@@ -192,10 +192,7 @@ def _check_bytes(
 ) -> Iterator[Finding]:
     path = blobs.local_path(key)
     try:
-        if path is not None:
-            tensors = lazy_from_file(path)
-        else:
-            tensors = lazy_from_bytes(whole or b"", key)
+        tensors = lazy_from_file(path) if path is not None else lazy_from_bytes(whole or b"", key)
         if record is not None and tensors.header.nbytes == record.model_size:
             check_model(tensors.piece, tensors.header, record, key)
         bad = nonfinite((name, tensor) for name, tensor in tensors.items() if tensor.numel())
