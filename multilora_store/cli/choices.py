@@ -5,6 +5,7 @@ The source is asked for a name and only then imports that plugin: listing the ch
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields, make_dataclass
@@ -55,6 +56,9 @@ def node(plugin: Plugin) -> Any:
     """The config that choosing `plugin` gives: its group's common fields and its own parameters, typed."""
     title = "".join(part.title() for part in re.split(r"[\W_]+", plugin.name))
     own = [_typed(item) for item in parameters_of(plugin)]
+    if plugin.kind == "base_provider" and _takes_more(plugin):
+        known = {name: MISSING if value.default is MISSING else value.default for name, _, value in own}
+        return OmegaConf.create({"provider": plugin.name, **known})  # open: +base.KEY=... reaches the provider
     if plugin.kind == "base_provider":
         return OmegaConf.structured(make_dataclass(f"{title}Base", [("provider", str, field(default=plugin.name)), *own]))
     parameters = make_dataclass(f"{title}Parameters", own)
@@ -69,6 +73,12 @@ def node(plugin: Plugin) -> Any:
             ("seed", int, field(default=0)),
         ]
     return OmegaConf.structured(make_dataclass(f"{title}Choice", [*head, params]))
+
+
+def _takes_more(plugin: Plugin) -> bool:
+    """Whether it takes keywords beyond those it names."""
+    parameters = inspect.signature(plugin.load()).parameters.values()
+    return any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
 
 
 class PluginChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no types

@@ -6,7 +6,7 @@ Hydra's own completion knows no verbs and nothing inside `[`; the shell hands th
 from __future__ import annotations
 
 import os
-import sys
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from multilora_store.errors import UsageError
 __all__ = ["complete", "suggestions"]
 
 
-def complete(flags: Sequence[str], overrides: Sequence[str]) -> int:
+def complete(overrides: Sequence[str]) -> int:
     """Answer `-sc install=bash`, `-sc uninstall=bash` and the shell's own `-sc query=bash`."""
     asked = [word for word in overrides if word.partition("=")[0] in {"install", "uninstall", "query"}]
     if len(asked) != 1:
@@ -31,7 +31,7 @@ def complete(flags: Sequence[str], overrides: Sequence[str]) -> int:
         if found is not None:
             print("\n".join(found) if asked[0].endswith("fish") else " ".join(found))
             return 0
-    _ask_hydra([*flags, *asked], os.environ.get("COMP_LINE", ""))
+    _ask_hydra(asked, os.environ.get("COMP_LINE", ""))
     return 0
 
 
@@ -42,7 +42,13 @@ def suggestions(line: str) -> list[str] | None:
     bare = [word for word in words if "=" not in word and not word.startswith("-")]
     if not any(word in COMMANDS for word in bare):
         return [verb for verb in COMMANDS if verb.startswith(current)]
+    command = COMMANDS[next(word for word in bare if word in COMMANDS)]
+    if command.words[:1] == ("ref",) and len(bare) == 1 and "=" not in current and not current.startswith("-"):
+        return [name for name in _names(_parsed(words)) if name.startswith(current)] or None
     head, bracket, inside = current.partition("[")
+    if not bracket and re.match(r"['\"]?\+?adapters=", current):
+        head, _, inside = current.partition("=")
+        return [f"{head}={name}" for name in _names(_parsed(words)) if name.startswith(inside)]
     if bracket and head.strip("'\"").lstrip("+") == "adapters=":
         given, comma, last = inside.rpartition(",")
         taken = {item.partition("@")[0] for item in given.split(",")}
@@ -61,8 +67,7 @@ def _names(line: CommandLine) -> list[str]:
     from multilora_store.cli.demo import demo_overrides
     from multilora_store.cli.sources import conf_folder
 
-    assert line.verb is not None, "a verb was found before names are asked for"
-    demo = bool(demo_overrides(line, COMMANDS[line.verb], line.overrides))
+    demo = bool(demo_overrides(line, COMMANDS["assemble"], line.overrides))
     folders = [*line.config_dirs, *([conf_folder() / "demo"] if demo else [])]
     files = [
         file.relative_to(folder / "adapters").with_suffix("").as_posix()
@@ -88,23 +93,17 @@ def _stored_names(line: CommandLine) -> list[str]:
 
 def _ask_hydra(arguments: Sequence[str], line: str) -> None:
     """Let Hydra answer for the verb's own config, the verb taken off the line."""
-    import hydra
-
-    from multilora_store.cli.sources import AdapterChoices, conf_folder, register
+    from multilora_store.cli.process import through_hydra
+    from multilora_store.cli.sources import register
 
     program, *words = line.split() or ["multilora-store"]
     verb = next((word for word in words if word in COMMANDS), None)
-    ending = " " if line.endswith(" ") or not words else ""
+    open_word = bool(words) and not line.endswith(" ")
     rest = [word for word in words if word != verb]
-    known = _parsed(rest[:-1] if not ending else rest) if verb else None
-    AdapterChoices.completing = (lambda: _stored_names(known)) if known is not None else None
-    register(before=known.config_dirs if known else (), behind=())
-    before = sys.argv
-    sys.argv = [before[0], "--shell-completion", *(word for word in arguments if not word.startswith("-"))]
-    os.environ["COMP_LINE"] = " ".join([program, *rest]) + ending
+    known = _parsed(rest[:-1] if open_word else rest)
+    register(before=known.config_dirs, behind=())
+    os.environ["COMP_LINE"] = " ".join([program, *rest]) + ("" if open_word else " ")
     try:
-        hydra.main(config_path=str(conf_folder()), config_name=verb, version_base="1.3")(lambda _: None)()
+        through_hydra(["--shell-completion", *arguments], verb, lambda _: None)
     finally:
-        sys.argv = before
         os.environ["COMP_LINE"] = line
-        AdapterChoices.completing = None

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from multilora_store.cli.argv import CommandLine
 from multilora_store.cli.catalogue import Command
@@ -18,9 +18,8 @@ from multilora_store.cli.catalogue import Command
 if TYPE_CHECKING:
     from multilora_store.storage import Store
 
-__all__ = ["DEMO_ADAPTERS", "NOTE", "demo_overrides", "demo_store_folder", "seed_store"]
+__all__ = ["NOTE", "demo_overrides", "demo_store_folder", "seed_store"]
 
-DEMO_ADAPTERS: Final = ("a", "b", "c")
 NOTE: Final = "This is the embedded demo: a tiny base, random adapters a, b, c, a store in {folder}"
 _OWN_WORLD: Final = ("store", "base", "lock_from")
 
@@ -50,42 +49,18 @@ def demo_overrides(line: CommandLine, command: Command, overrides: Sequence[str]
 
 
 def seed_store(store: Store) -> None:
-    """Put the demo's adapters into its store, once: `a`, `b`, `c` from their configs, with B drawn as well as A."""
-    import torch
-    from omegaconf import OmegaConf
+    """Put the demo's adapters `a`, `b`, `c` into its store, those that are not there yet, in one commit."""
+    from multilora_store.assembly.bases import DEMO_TITLES, demo_adapters
+    from multilora_store.errors import StoreNotFoundError
 
-    from multilora_store.adapter import AdapterConfig
-    from multilora_store.assembly import assemble
-    from multilora_store.assembly.bridge import adapter_config, adapter_parameters
-    from multilora_store.cli.sources import conf_folder
-
-    present = set(store.names()) if demo_store_folder().exists() else set()
-    wanted = [name for name in DEMO_ADAPTERS if name not in present]
-    if not wanted:
-        return
-    manifest: dict[str, Any] = {}
-    for name in wanted:
-        loaded = OmegaConf.load(conf_folder() / "demo" / "adapters" / f"{name}.yaml")
-        entry = OmegaConf.to_container(loaded)
-        assert isinstance(entry, dict), "the demo's files are mappings"
-        manifest[name] = {**entry[name], "if_missing": "init", "active": False}
-    from multilora_store.cli.models import build_base
-
-    model = assemble(build_base({"provider": "demo"}), manifest)
-    staged = []
-    for number, name in enumerate(wanted):
-        draw = torch.Generator().manual_seed(1 + number)
-        tensors = {
-            key: value.detach().clone()
-            if "lora_B" not in key
-            else torch.randn(value.shape, generator=draw) * 0.02
-            for key, value in adapter_parameters(model, name).items()
-        }
-        config: AdapterConfig = adapter_config(model, name)
-        staged.append(store.stage(name, tensors, config, metadata={"title": manifest_title(name)}))
-    store.commit(staged)
-
-
-def manifest_title(name: str) -> str:
-    """What the demo's adapter stands for."""
-    return {"a": "code style", "b": "Chinese tone", "c": "safety"}[name]
+    try:
+        present = set(store.names())
+    except StoreNotFoundError:
+        present = set()
+    staged = [
+        store.stage(name, tensors, config, metadata={"title": DEMO_TITLES[name]})
+        for name, (config, tensors) in demo_adapters().items()
+        if name not in present
+    ]
+    if staged:
+        store.commit(staged)

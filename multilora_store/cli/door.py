@@ -65,7 +65,7 @@ def _dispatch(line: CommandLine, terminal: Terminal, *, full: bool) -> int:
     if line.completion:
         from multilora_store.cli.complete import complete
 
-        return complete(line.flags, line.overrides)
+        return complete(line.overrides)
     if line.help or (line.verb is None and not line.overrides and not line.shows):
         from multilora_store.cli.help import help_text
 
@@ -97,6 +97,7 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
     from multilora_store.cli.options import options_of
     from multilora_store.cli.overrides import chosen, prepare
     from multilora_store.cli.plugins import load_plugins
+    from multilora_store.cli.process import through_hydra
     from multilora_store.cli.sources import conf_folder, register
 
     text_keys = {option.key for option in options_of(command.schema) if option.text} | {"base.path", "merge.into"}
@@ -123,15 +124,8 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         given = {word.lstrip("+").partition("=")[0] for word in overrides}
         ours = [word for word in quiet if word.partition("=")[0] not in given]
         flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
-        stack.enter_context(_process_as([sys.argv[0], *flags, *ours, *demo, *overrides]))
-        _hydra(conf_folder(), command.name, job)
+        through_hydra([*flags, *ours, *demo, *overrides], command.name, job)
     return worst(codes)
-
-
-def _hydra(conf: Path, config_name: str, job: Any) -> None:
-    import hydra
-
-    hydra.main(config_path=str(conf), config_name=config_name, version_base="1.3")(job)()
 
 
 def _command(command: Command, cfg: Any, terminal: Terminal) -> int:
@@ -152,26 +146,6 @@ def _report(error: BaseException, terminal: Terminal, *, full: bool) -> int:
         traceback.print_exception(error)
     terminal.fail(lines_of(error, terminal.command), document_of(error), code)
     return code
-
-
-@contextmanager
-def _process_as(argv: Sequence[str]) -> Iterator[None]:
-    """The process as Hydra shall see it: our argv, and errors raised instead of printed."""
-    before, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = list(argv)
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        _restore(os.environ, "HYDRA_FULL_ERROR", full)
-
-
-def _restore(environment: Any, key: str, value: str | None) -> None:
-    if value is None:
-        environment.pop(key, None)
-    else:
-        environment[key] = value
 
 
 class _Lines(logging.Handler):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from multilora_store.errors import UsageError
-from multilora_store.plugins import default_registry
 
 __all__ = ["build_base"]
 
@@ -24,6 +24,9 @@ def build_base(choice: Mapping[str, Any] | None) -> Any:
             "no base model is configured",
             remedy="choose one: base=hf base.path=/models/llama, or base=python base.target=package.module:callable",
         )
-    provider = default_registry().get("base_provider", str(choice.get("provider", "")))
+    from multilora_store.assembly import build_base as build
+
     parameters = {key: value for key, value in choice.items() if key != "provider"}
-    return provider.load()(**parameters)
+    if isinstance(parameters.get("path"), str):
+        parameters["path"] = str(Path(parameters["path"]).expanduser())
+    return build(str(choice.get("provider", "")), **parameters)

@@ -79,7 +79,7 @@ class ShardOptions:
     """How the assembled model is sharded; `shard=fsdp2` and `shard=fsdp1` choose it."""
 
     backend: str | None = option(None, "fsdp2, fsdp1, or null: not at all")
-    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block")
+    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block; auto")
 
 
 @dataclass
@@ -99,6 +99,7 @@ class ManifestOptions(Common):
     lock_from: str | None = option(None, "take the set from a lock file")
     base: Any = option(None, "the base model; base=hf, base=demo, base=python choose")
     assembler: Any = option(None, "another assembler than the default")
+    steps: dict[str, str] = option({}, "steps of the assembly that differ: steps.load=NAME, steps.after_load=NAME")
 
 
 @dataclass
@@ -107,7 +108,7 @@ class AssembleOptions(ManifestOptions):
 
     shard: ShardOptions = option(ShardOptions, "how to shard; shard=fsdp2")
     dtype: str | None = option(None, "one dtype for every adapter; null: as stored")
-    device: str = option("cpu", "cpu, cuda, cuda:1, or meta: structure without bytes")
+    device: str | None = option(None, "cpu, cuda, cuda:1; meta: structure without bytes; null: cuda under torchrun")
     seed: int = option(0, "seed of adapters that are created")
     allow_base_mismatch: bool = option(False, "accept adapters that were made for another base")
     lock: str | None = option(None, "write the resolved set to this file")

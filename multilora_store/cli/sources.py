@@ -7,7 +7,7 @@ the manifest becomes a lock, where its address is known whatever it came from, a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
@@ -21,7 +21,7 @@ from multilora_store.adapter import Ref, check_name, is_pattern
 from multilora_store.cli.choices import PluginChoices
 from multilora_store.errors import MultiLoRAError
 
-__all__ = ["AdapterChoices", "SearchPath", "adapter_of", "conf_folder", "register", "valid_choice"]
+__all__ = ["AdapterChoices", "SearchPath", "adapter_of", "conf_folder", "configured_adapters", "register", "valid_choice"]
 
 _GROUP = "adapters"
 
@@ -55,12 +55,7 @@ def valid_choice(choice: str) -> bool:
 
 
 class AdapterChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no types
-    """The group `adapters/` as any name that an adapter may have; composes to `{name: {source: ref}}`.
-
-    `completing` is set while a shell asks for completions: only then may the store be listed.
-    """
-
-    completing: Callable[[], Sequence[str]] | None = None
+    """The group `adapters/` as any name that an adapter may have; composes to `{name: {source: ref}}`."""
 
     @staticmethod
     def scheme() -> str:
@@ -91,8 +86,7 @@ class AdapterChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no type
         return self._choice(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        wanted = self.is_group(config_path) and results_filter in {None, ObjectType.CONFIG}
-        return sorted(self.completing()) if wanted and AdapterChoices.completing is not None else []
+        return []  # help and completion list every source, and this one never talks to a store
 
 
 class SearchPath(SearchPathPlugin):  # type: ignore[misc]  # hydra ships no types
@@ -108,6 +102,12 @@ class SearchPath(SearchPathPlugin):  # type: ignore[misc]  # hydra ships no type
             search_path.append("demo", f"file://{folder}")
         search_path.append("plugins", f"{PluginChoices.scheme()}://")
         search_path.append("store", f"{AdapterChoices.scheme()}://")
+
+
+def configured_adapters() -> list[str]:
+    """The adapters that have a config file in a folder that is searched now."""
+    homes = [folder / _GROUP for folder in (*SearchPath.before, *SearchPath.behind)]
+    return sorted({path.relative_to(home).with_suffix("").as_posix() for home in homes for path in home.rglob("*.yaml")})
 
 
 def register(before: Sequence[Path], behind: Sequence[Path]) -> None:

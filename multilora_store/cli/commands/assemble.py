@@ -1,0 +1,184 @@
+"""`assemble`: the base with every adapter of the set, then whatever was asked for with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multilora_store.cli.assembled import AdapterRow, ShardReport, adapter_rows, export_set, set_view, shard_report
+from multilora_store.cli.demo import seed_store
+from multilora_store.cli.documents import snapshot_document
+from multilora_store.cli.models import build_base
+from multilora_store.cli.outcome import Outcome, Table
+from multilora_store.cli.ranks import started_ranks, world_size
+from multilora_store.cli.schema import AssembleOptions
+from multilora_store.cli.sets import locked
+from multilora_store.cli.stores import local_path, store_if_any
+from multilora_store.cli.terminal import Terminal
+from multilora_store.cli.typed import plain
+from multilora_store.errors import UsageError
+from multilora_store.manifest import Lock
+from multilora_store.plugins import default_registry
+
+if TYPE_CHECKING:
+    from multilora_store.distributed.agreement import Ranks
+    from multilora_store.storage import Store
+
+__all__ = ["run"]
+
+
+def run(options: AssembleOptions, terminal: Terminal) -> Outcome:
+    """Resolve, assemble, shard, export and save, in this order; each part only if it was asked for."""
+    _check(options)
+    sharded = options.shard.backend is not None and not options.dry_run
+    with started_ranks(sharded=sharded, device=options.device) as (ranks, device):
+        ranks.agree("the command line", _facts(options))
+        store = ranks.together("open the store", lambda: _store(options, terminal, first=ranks.first))
+        ranks.barrier("the demo's store")
+        text = ranks.from_first("resolve the set", lambda: locked(options, store).to_json())
+        lock = Lock.from_json(text)
+        if options.lock is not None and ranks.first:
+            Path(local_path(options.lock)).write_text(text, encoding="utf-8")
+        if options.dry_run:
+            return _intentions(lock, store)
+        return _assembled(options, terminal, ranks, lock, store, device)
+
+
+def _check(options: AssembleOptions) -> None:
+    """Refuse, before anything is imported or read, what cannot come to an end."""
+    saves = options.save.enabled or options.save.step is not None
+    structure_only = options.device == "meta"
+    if structure_only and (saves or options.export or options.shard.backend):
+        raise UsageError("device=meta builds no bytes: there is nothing to shard, export or save")
+    if saves and not (options.store.url or options.store.demo):
+        raise UsageError("save needs a store", remedy="give store.url=FOLDER-or-URL, or set MULTILORA_STORE")
+    if options.base is None and not options.dry_run:
+        build_base(None)
+
+
+def _facts(options: AssembleOptions) -> dict[str, Any]:
+    """What every rank must have been given alike."""
+    whole = asdict(options)
+    return {key: value for key, value in whole.items() if key not in {"output", "quiet", "verbose"}}
+
+
+def _store(options: AssembleOptions, terminal: Terminal, *, first: bool) -> Store | None:
+    store = store_if_any(options, terminal, create_demo=True)
+    if store is not None and options.store.demo and not options.store.url and first:
+        seed_store(store)
+    return store
+
+
+def _intentions(lock: Lock, store: Store | None) -> Outcome:
+    """What would be assembled: nothing is read but the store's state."""
+    rows, documents = [], []
+    for entry in lock:
+        action = "create" if entry.fresh else "load"
+        document = {
+            "name": entry.name,
+            "action": action,
+            "source": entry.spec.source,
+            "version": entry.version,
+            "store": entry.store,
+            "active": entry.spec.active,
+            "trainable": entry.spec.trainable,
+            "weight": entry.spec.weight,
+            "dtype": entry.spec.dtype,
+        }
+        documents.append(document)
+        active = f"{entry.spec.weight:g}" if entry.spec.active else "-"
+        train = "yes" if entry.spec.trainable else "-"
+        rows.append((entry.name, action, entry.version or "-", active, train, entry.spec.source))
+    table = Table(columns=("adapter", "action", "version", "active", "train", "source"), rows=rows)
+    document = {"dry_run": True, "store": store.url if store else None, "adapters": documents}
+    return Outcome(document=document, view=[table, "dry run: nothing was assembled"])
+
+
+def _assembled(
+    options: AssembleOptions, terminal: Terminal, ranks: Ranks, lock: Lock, store: Store | None, device: str
+) -> Outcome:
+    with terminal.waiting(f"assembling {len(lock)} adapters"):
+        model = ranks.together("assemble", lambda: _model(options, lock, store, device))
+    rows = adapter_rows(model, lock)
+    exported: dict[str, str] = {}
+    if options.export is not None:
+        target = local_path(options.export)
+        exported = ranks.from_first("export the set", lambda: export_set(model, target))
+    report: ShardReport | None = None
+    if options.shard.backend is not None:
+        from multilora_store.distributed import shard
+
+        with terminal.waiting(f"sharding over {ranks.size} ranks"):
+            model = shard(model, backend=options.shard.backend, granularity=options.shard.granularity)
+        report = shard_report(model, ranks)
+    snapshot = _saved(options, terminal, model, store)
+    return _outcome(options, rows, report, exported, snapshot, store)
+
+
+def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: str) -> Any:
+    from multilora_store.assembly import assemble
+
+    base = build_base(plain(options.base))
+    if device not in {"cpu", "meta"}:
+        base = base.to(device)
+    chosen = plain(options.assembler)
+    assembler: Any = "default"
+    if chosen is not None:
+        found = default_registry().get("assembler", str(chosen["name"])).load()
+        assembler = partial(found, **dict(chosen.get("params") or {}))
+    return assemble(
+        base,
+        lock,
+        store=store,
+        dtype=options.dtype,
+        device="meta" if device == "meta" else None,
+        seed=options.seed,
+        assembler=assembler,
+        steps={_step(key): name for key, name in options.steps.items()},
+        allow_base_mismatch=options.allow_base_mismatch,
+    )
+
+
+def _step(key: str) -> str:
+    """`after_load` is how `after:load` is spelled where a colon cannot stand."""
+    where, _, name = key.partition("_")
+    return f"{where}:{name}" if where in {"before", "after"} and name else key
+
+
+def _saved(options: AssembleOptions, terminal: Terminal, model: Any, store: Store | None) -> Any:
+    if not (options.save.enabled or options.save.step is not None):
+        return None
+    from multilora_store.distributed import save
+
+    assert store is not None, "checked before the work began"
+    with terminal.waiting("saving the set"):
+        return save(model, store, step=options.save.step)
+
+
+def _outcome(
+    options: AssembleOptions,
+    rows: list[AdapterRow],
+    report: ShardReport | None,
+    exported: dict[str, str],
+    snapshot: Any,
+    store: Store | None,
+) -> Outcome:
+    document = {
+        "demo": options.store.demo,
+        "store": store.url if store else None,
+        "world_size": world_size(),
+        "adapters": [row.document() for row in rows],
+        "shard": report.document() if report else None,
+        "lock": options.lock,
+        "exported": exported,
+        "snapshot": snapshot_document(snapshot) if snapshot is not None else None,
+    }
+    view: list[Table | str] = set_view(rows)
+    if report is not None:
+        view += report.view()
+    view += [f"exported {name}: {place}" for name, place in exported.items()]
+    view += [f"lock: {options.lock}"] if options.lock else []
+    view += [f"saved as snapshot {snapshot.id}"] if snapshot is not None else []
+    return Outcome(document=document, view=view)
