@@ -60,6 +60,12 @@ BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
             for home, names in _MERGE_STRATEGIES.items()
             for name in names.split()
         },
+        ("assembler", "default"): "multilora_store.assembly.assembler:default_assembler",
+        **{
+            ("assembly_step", name): f"multilora_store.assembly.steps:{name}"
+            for name in ("resolve", "read", "check", "inject", "cover", "load", "activate")
+        },
+        **{("base_provider", name): f"multilora_store.assembly.bases:{name}_base" for name in ("demo", "hf", "python")},
     }
 )
 """(kind, name) -> `module:attribute`, resolved on first use."""

@@ -6,14 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multilora_store.assembly.assemble import assemble
+    from multilora_store.assembly.assembler import assemble
     from multilora_store.assembly.bases import build_base, demo_adapters
     from multilora_store.assembly.fingerprint import BaseIdentity, base_fingerprint, same_base
     from multilora_store.assembly.resolve import resolve_manifest
 
 _HOMES = {
     "BaseIdentity": "fingerprint",
-    "assemble": "assemble",
+    "assemble": "assembler",
     "base_fingerprint": "fingerprint",
     "build_base": "bases",
     "demo_adapters": "bases",

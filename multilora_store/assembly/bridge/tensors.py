@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -15,9 +15,52 @@ from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly.bridge.record import Site, record
 from multilora_store.assembly.bridge.unwrap import unwrap, walk
 
-__all__ = ["adapter_buffers", "adapter_config", "adapter_modules", "adapter_names", "adapter_parameters", "entries"]
+__all__ = [
+    "Slot",
+    "adapter_buffers",
+    "adapter_config",
+    "adapter_modules",
+    "adapter_names",
+    "adapter_parameters",
+    "entries",
+    "slots",
+]
 
 PREFIX: Final = "base_model.model."
+_MAGNITUDE: Final = "lora_magnitude_vector"
+
+
+class Slot(NamedTuple):
+    """One place on the model that holds a tensor of one adapter.
+
+    Attributes:
+        key: The tensor's canonical name.
+        owner: The module whose parameter or buffer it is.
+        attribute: Its name there.
+    """
+
+    key: str
+    owner: nn.Module
+    attribute: str
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter; else a buffer."""
+        return self.attribute not in self.owner._buffers
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What lies there now."""
+        found: torch.Tensor = getattr(self.owner, self.attribute)
+        return found
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Lay `tensor` there, in the place of what was there."""
+        if self.is_parameter:
+            trainable = self.tensor.requires_grad
+            self.owner._parameters[self.attribute] = nn.Parameter(tensor, requires_grad=trainable)
+        else:
+            self.owner._buffers[self.attribute] = tensor
 
 
 def adapter_names(model: nn.Module) -> tuple[str, ...]:
@@ -80,6 +123,12 @@ def adapter_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 def entries(site: Site, inside: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that `site` holds for the adapter called `inside` in the model, by canonical name."""
+    for slot in slots(site, inside):
+        yield slot.key, slot.tensor
+
+
+def slots(site: Site, inside: str) -> Iterator[Slot]:
+    """Every place that `site` has for a tensor of the adapter called `inside` in the model."""
     layer = site.layer
     if isinstance(layer, ModulesToSaveWrapper):
         if inside in layer.modules_to_save:
@@ -89,16 +138,16 @@ def entries(site: Site, inside: str) -> Iterator[tuple[str, torch.Tensor]]:
         tokens = layer.token_adapter
         if not tokens.tied_adapter and inside in tokens.trainable_tokens_delta:
             key = f"{PREFIX}{site.path}.token_adapter.trainable_tokens_delta"
-            yield key, tokens.trainable_tokens_delta[inside]
+            yield Slot(key, tokens.trainable_tokens_delta, inside)
         return
     for holder, container in _containers(layer):
-        if isinstance(container, nn.ModuleDict):
-            if inside in container._modules:
-                for key, tensor in _of_module(f"{PREFIX}{site.path}.{holder}", container._modules[inside]):
-                    # The magnitude became a module of its own in PEFT 0.12; the name in files stayed without a suffix.
-                    yield (key.removesuffix(".weight") if holder == "lora_magnitude_vector" else key), tensor
-        elif inside in container:
-            yield f"{PREFIX}{site.path}.{holder}", container[inside]
+        if not isinstance(container, nn.ModuleDict):
+            if inside in container:
+                yield Slot(f"{PREFIX}{site.path}.{holder}", container, inside)
+        elif inside in container._modules:
+            for slot in _of_module(f"{PREFIX}{site.path}.{holder}", container._modules[inside]):
+                # The magnitude became a module of its own in PEFT 0.12; its name in files stayed without a suffix.
+                yield slot._replace(key=slot.key.removesuffix(".weight")) if holder == _MAGNITUDE else slot
 
 
 def _named(model: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
@@ -123,13 +172,14 @@ def _containers(layer: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.Para
                 yield holder, child
 
 
-def _of_module(prefix: str, module: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_module(prefix: str, module: nn.Module | None) -> Iterator[Slot]:
     if module is None:
         return
     for path, child in walk(module):
-        for key, parameter in child._parameters.items():
+        at = f"{prefix}.{path}." if path else f"{prefix}."
+        for name, parameter in child._parameters.items():
             if parameter is not None:
-                yield f"{prefix}.{path}.{key}" if path else f"{prefix}.{key}", parameter
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{path}.{key}" if path else f"{prefix}.{key}", buffer
+                yield Slot(at + name, child, name)
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield Slot(at + name, child, name)
