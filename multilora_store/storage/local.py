@@ -21,6 +21,7 @@ _TEMPORARY = ".tmp~"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _FRAMED = b"mls-framed "
 _FRAME_PATIENCE = 2.0
+_FOLDER_PATIENCE = 20
 
 
 class LocalBlobs:
@@ -118,6 +119,20 @@ class LocalBlobs:
                 return None
         return BlobInfo(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
 
+    def sweep(self, before: datetime) -> int:
+        """Removes temporary files that killed writers left before that moment; how many."""
+        swept = 0
+        for path in self.root.rglob(f"{_TEMPORARY}*"):
+            with translated("sweeping", str(path)):
+                try:
+                    if path.lstat().st_mtime < before.timestamp():
+                        path.unlink()
+                        swept += 1
+                except FileNotFoundError:
+                    continue
+                self._remove_if_empty(path.parent)
+        return swept
+
     def local_path(self, key: str) -> Path:
         path = self.root / check_key(key)
         self._contain(path)
@@ -135,9 +150,8 @@ class LocalBlobs:
             )
 
     def _write_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> Path:
-        _make_folder(path.parent)
         temporary = path.parent / f"{_TEMPORARY}{path.name}~{secrets.token_hex(4)}"
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        descriptor = _open_in_folder(temporary)
         try:
             with open(descriptor, "wb", buffering=1 << 20) as file:
                 for part in parts_of(parts):
@@ -173,6 +187,18 @@ class LocalBlobs:
             except OSError:
                 return
             folder = folder.parent
+
+
+def _open_in_folder(path: Path) -> int:
+    """Creates `path`, and its folder as often as somebody who frees an empty folder takes it away again."""
+    for attempt in range(_FOLDER_PATIENCE):
+        try:
+            _make_folder(path.parent)
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if attempt + 1 == _FOLDER_PATIENCE:
+                raise
+    raise AssertionError("unreachable")
 
 
 def _make_folder(folder: Path) -> None:

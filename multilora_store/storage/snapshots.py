@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from multilora_store.errors import (
+    ConflictError,
     DamagedError,
     ExistsError,
     NotInStoreError,
@@ -60,6 +61,7 @@ def plan_snapshot(draft: SnapshotDraft, state: State, put: Mapping[str, str]) ->
 
     Raises:
         ExistsError: the id is taken.
+        ConflictError: a gc has purged its files.
         NotInStoreError: a member's version is not live.
         UsageError: the draft is empty, or a member without a version is not put.
     """
@@ -67,6 +69,12 @@ def plan_snapshot(draft: SnapshotDraft, state: State, put: Mapping[str, str]) ->
         raise UsageError(f"snapshot {draft.id} names no adapter", remedy="a snapshot holds a set of at least one")
     if draft.id in state.snapshots:
         raise ExistsError(f"snapshot {draft.id} exists already", remedy="take a new id for every snapshot")
+    if f"snapshots/{draft.id}" in state.purged:
+        raise ConflictError(
+            f"the files of snapshot {draft.id} were purged before the commit",
+            why=f"entry {state.purged[f'snapshots/{draft.id}']} took them for an abandoned upload",
+            remedy="save again under a new snapshot id, with a longer grace period for gc",
+        )
     members = {name: _plan_member(name, member, state, put) for name, member in draft.adapters.items()}
     return TakeSnapshot(
         id=check_snapshot_id(draft.id),

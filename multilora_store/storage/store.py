@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from multilora_store.storage.state import Snapshot, State, Version
 if TYPE_CHECKING:
     import torch
 
+    from multilora_store.storage.gc import GcReport
     from multilora_store.storage.verify import VerifyReport
 
 __all__ = ["Commit", "Store", "StoredAdapter", "open_store"]
@@ -391,6 +393,12 @@ class Store:
         from multilora_store.storage.verify import verify
 
         return verify(self, ref, deep=deep, threads=threads)
+
+    def gc(self, *, grace: timedelta = timedelta(days=1), dry_run: bool = False) -> GcReport:
+        """Frees what nothing names any more; see `storage.gc`."""
+        from multilora_store.storage.gc import gc
+
+        return gc(self, grace=grace, dry_run=dry_run)
 
     def _existing(self) -> Journal:
         """The journal of a store that exists; a change of what is there must not make a new store."""
