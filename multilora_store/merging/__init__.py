@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from multilora_store.merging.adapters import Merged, merge_adapters
+from multilora_store.merging.compare import Comparison, compare, diff
 from multilora_store.merging.merge import MergeResult, merge
 from multilora_store.merging.source import MergeSource
 from multilora_store.merging.strategy import Strategy, strategy
 
-__all__ = ["MergeResult", "MergeSource", "Merged", "Strategy", "merge", "merge_adapters", "strategy"]
+__all__ = [
+    "Comparison",
+    "MergeResult",
+    "MergeSource",
+    "Merged",
+    "Strategy",
+    "compare",
+    "diff",
+    "merge",
+    "merge_adapters",
+    "strategy",
+]

@@ -70,6 +70,11 @@ class LowRank:
         scaled = deltas if weights is None else [d.scaled(w) for d, w in zip(deltas, weights, strict=True)]
         return cls(torch.cat([d.up for d in scaled], dim=2), torch.cat([d.down for d in scaled], dim=1))
 
+    @classmethod
+    def zero_like(cls, other: LowRank) -> LowRank:
+        """The zero delta of that shape, with factors of no columns."""
+        return cls(other.up[:, :, :0], other.down[:, :0])
+
     @property
     def groups(self) -> int:
         """How many matrices it holds."""

@@ -110,6 +110,7 @@ def merge(
 
 def _write(store: Store, into: str, sources: Sequence[MergeSource], merged: Merged) -> Version:
     parents = tuple(sorted({f"{source.name.partition('@')[0]}@{source.version}" for source in sources}))
+    known = {version.id for version in store.versions(into)} if into in store.names() else set()
     version = store.put(
         into,
         merged.tensors,
@@ -117,12 +118,14 @@ def _write(store: Store, into: str, sources: Sequence[MergeSource], merged: Merg
         parents=parents,
         recipe=dict(merged.recipe),
         metadata={"merge_report": merged.report.to_dict()},
+        base=next((source.base for source in sources if source.base), None),
     )
     ref = f"{into}@{version.id}"
     try:
         stored = MergeSource.stored(ref, store.get(ref))
         check_reads_back(stored, merged.config, merged.tensors)
     except BaseException:
-        store.delete(ref)
+        if version.id not in known:
+            store.delete(ref)
         raise
     return version

@@ -147,7 +147,11 @@ def _target(plan: ModulePlan, settings: Settings, deltas: Sequence[LowRank]) -> 
         return _ElementTarget(plan, settings, deltas)
     if space == "factor":
         return _FactorTarget(_merge_factors(plan, settings))
-    merged = settings.strategy.function(deltas, [m.weight for m in plan.members], **settings.params)
+    parts, weights = list(deltas), [member.weight for member in plan.members]
+    if settings.strategy.traits.shares:
+        parts += [LowRank.zero_like(deltas[0])] * len(plan.absent)
+        weights += plan.absent
+    merged = settings.strategy.function(parts, weights, **settings.params)
     if not isinstance(merged, LowRank) or (merged.groups, merged.shape) != (deltas[0].groups, deltas[0].shape):
         raise MergeError(
             f"strategy {settings.strategy.name!r} did not return a delta of {deltas[0].groups} x {deltas[0].shape} "

@@ -29,12 +29,14 @@ class ModulePlan:
 
     Attributes:
         path: The module.
-        members: The adapters that adapt it, in canonical order; the others have no delta there.
+        members: The adapters that adapt it, in canonical order.
+        absent: Weights of the adapters that have no delta there.
         rank: Rank of each group of the result.
     """
 
     path: str
     members: tuple[Member, ...]
+    absent: tuple[float, ...]
     rank: int
 
     @property
@@ -110,6 +112,9 @@ def plan_modules(
         ModulePlan(
             path=path,
             members=tuple(members[path]),
+            absent=tuple(
+                weight for (_, weight), layout in zip(ordered, layouts, strict=True) if path not in layout.pairs
+            ),
             # PEFT knows one rank for the parameters of one module, so that all grouped experts share theirs.
             rank=experts if members[path][0].pair.kind == "experts" else ranks[path],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class MergeSource:
         tensors: Canonical name -> tensor; looked up module by module.
         infos: Canonical name -> dtype and shape, known without reading a value.
         version: Id of the version in its store, None for an adapter in memory.
-        fingerprint: Layout fingerprint of the base it was made for, None where it is not known.
+        base: Name, revision and layout fingerprint of the base it was made for, as far as they are known.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MergeSource:
     tensors: Mapping[str, Tensor]
     infos: Mapping[str, TensorInfo]
     version: str | None = None
-    fingerprint: str | None = None
+    base: Mapping[str, Any] | None = None
 
     @classmethod
     def in_memory(
@@ -75,8 +75,14 @@ class MergeSource:
             tensors=adapter.tensors,
             infos=adapter.infos,
             version=version.id,
-            fingerprint=(version.base or {}).get("fingerprint"),
+            base=version.base,
         )
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Layout fingerprint of its base, None where it is not known."""
+        found = (self.base or {}).get("fingerprint")
+        return None if found is None else str(found)
 
     @property
     def layout(self) -> Layout:

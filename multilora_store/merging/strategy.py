@@ -59,7 +59,8 @@ class Traits:
         default_rank: The rank of a module where none is asked for: the sum of its adapters' ranks, or their maximum.
         fixed_rank: The rank follows from the strategy and may not be asked for.
         additive: A weighted sum of the deltas with the weights as coefficients, so that `lora_bias` can follow it.
-        shares: The weights are shares, only their ratios count, and none may be negative.
+        shares: The weights are shares, only their ratios count, and none may be negative. An adapter without a delta in
+            a module stands there with a zero delta; for other strategies it is left out, which is the same for a sum.
         fewest, most: How many adapters it takes; `most` None for any number.
         experts: Whether it takes grouped experts (`target_parameters`).
         neutral: Parameters at which one adapter with weight 1 comes out as it went in.

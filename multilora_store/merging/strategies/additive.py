@@ -49,13 +49,14 @@ def task_arithmetic(deltas: Sequence[LowRank], weights: Sequence[float], *, scal
 def slerp(deltas: Sequence[LowRank], weights: Sequence[float]) -> LowRank:
     """Spherical interpolation between two deltas as vectors, at the second one's share of the weights.
 
-    Falls back to linear interpolation where they are almost parallel. Exact at the summed rank.
+    Falls back to linear interpolation where they are almost parallel, and where an adapter has no delta. Exact at the
+    summed rank.
     """
     if len(deltas) == 1:
         return deltas[0]
     share = weights[1] / (weights[0] + weights[1])
     cosine = deltas[0].cosine(deltas[1])
-    if abs(cosine) > 0.9995:
+    if abs(cosine) > 0.9995 or not all(delta.norm() for delta in deltas):
         return LowRank.total(deltas, [1.0 - share, share])
     angle = math.acos(cosine)
     first = math.sin((1.0 - share) * angle) / math.sin(angle)
