@@ -38,7 +38,7 @@ class FsspecBlobs:
         self._made: tuple[int, Any, str] | None = None
         scheme = url.split("://", 1)[0].split("::", 1)[0]
         self._conditional = scheme in _CONDITIONAL
-        if not self._conditional:
+        if not self._conditional and type(self).exclusive == "unknown":
             self.exclusive = "absent"
 
     def __getstate__(self) -> dict[str, Any]:

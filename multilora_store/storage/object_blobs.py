@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +20,8 @@ __all__ = ["OBJECT_SCHEMES", "ObjectBlobs", "obstore_installed"]
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "abfs", "abfss"})
 _OPTIONS = frozenset({"endpoint_url", "region", "anon", "retries", "timeout", "config", "client_options"})
 _CHUNK = 16 << 20
+_CONFLICT = re.compile(r"ConditionalRequestConflict|\b409 Conflict", re.IGNORECASE)
+_BEHIND_THE_END = re.compile(r"InvalidRange|\b416 |range started at", re.IGNORECASE)
 
 
 def obstore_installed() -> bool:
@@ -101,7 +104,7 @@ class ObjectBlobs:
             except FileNotFoundError:
                 return None
             except Exception as error:
-                if "416" in str(error) or "range" in str(error).lower():  # it starts behind the end
+                if _BEHIND_THE_END.search(str(error)):
                     return b""
                 raise
 
@@ -116,12 +119,13 @@ class ObjectBlobs:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
+        path, store = check_key(key), self._store()
         try:
-            obstore.put(self._store(), check_key(key), data, mode="create", use_multipart=False)
+            obstore.put(store, path, data, mode="create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError, FileExistsError):
             return False
         except Exception as error:
-            if "ConditionalRequestConflict" in str(error) or "409" in str(error):
+            if _CONFLICT.search(str(error)):
                 return False  # AWS: two writers at once; the caller looks who won
             raise translate(error, "creating", self._where(key)) from error
         return True
