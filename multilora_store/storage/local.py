@@ -122,7 +122,8 @@ class LocalBlobs:
     def sweep(self, before: datetime) -> int:
         """Removes temporary files that killed writers left before that moment; how many."""
         swept = 0
-        for path in self.root.rglob(f"{_TEMPORARY}*"):
+        found = [Path(folder, name) for folder, _, names in os.walk(self.root) for name in names]
+        for path in (path for path in found if path.name.startswith(_TEMPORARY)):
             with translated("sweeping", str(path)):
                 try:
                     if path.lstat().st_mtime < before.timestamp():
