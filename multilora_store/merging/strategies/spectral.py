@@ -89,17 +89,18 @@ def tsv(deltas: Sequence[LowRank], weights: Sequence[float], *, keep: float = 1.
     `keep` is the fraction of each adapter's singular directions that takes part; the paper, whose deltas have full
     rank, keeps one in as many as there are tasks.
     """
-    parts = [delta.svd() for delta in deltas]
-    counts = [
-        max(1, math.ceil(keep * min(delta.max_rank, part.s.shape[1])))
-        for delta, part in zip(deltas, parts, strict=True)
-    ]
-    lefts = torch.cat([part.u[:, :, :count] for part, count in zip(parts, counts, strict=True)], dim=2)
-    rights = torch.cat([part.vh[:, :count] for part, count in zip(parts, counts, strict=True)], dim=1)
-    sizes = torch.cat(
-        [weight * part.s[:, :count] for part, count, weight in zip(parts, counts, weights, strict=True)], dim=1
+    lefts, rights, sizes = [], [], []
+    for delta, weight in zip(deltas, weights, strict=True):
+        part = delta.svd()
+        count = max(1, math.ceil(keep * part.s.shape[1]))
+        content = (part.s > _TINY * part.s[:, :1])[:, :count]
+        lefts.append(part.u[:, :, :count] * content[:, None, :])
+        rights.append(part.vh[:, :count] * content[:, :, None])
+        sizes.append(part.s[:, :count] * (weight * scale))
+    return LowRank(
+        _orthogonal(torch.cat(lefts, dim=2)) * torch.cat(sizes, dim=1)[:, None, :],
+        _orthogonal(torch.cat(rights, dim=1)),
     )
-    return LowRank(_orthogonal(lefts) * (sizes * scale)[:, None, :], _orthogonal(rights))
 
 
 @strategy(
@@ -125,9 +126,13 @@ def _as_low_rank(core: Tensor) -> LowRank:
 
 
 def _orthogonal(stacked: Tensor) -> Tensor:
-    """The nearest matrix with orthonormal columns or rows (Procrustes: the polar factor)."""
-    u, _, vh = torch.linalg.svd(stacked, full_matrices=False)
-    nearest: Tensor = u @ vh
+    """The nearest matrix with orthonormal columns or rows (Procrustes: the polar factor).
+
+    Where the stacked vectors depend on each other the factor is not unique: the part without content is left out.
+    """
+    u, s, vh = torch.linalg.svd(stacked, full_matrices=False)
+    content = (s > _TINY * s[:, :1])[:, None, :]
+    nearest: Tensor = (u * content) @ vh
     return nearest
 
 
