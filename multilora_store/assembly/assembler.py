@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,10 +101,22 @@ def assemble(
 
 def default_assembler(work: Assembly, steps: Mapping[str, Step] = STEPS) -> PeftModel:
     """Run the steps in order; when one fails, the base is as it was."""
-    with untouched_on_failure(unwrap(work.base)):
+    with untouched_on_failure(unwrap(work.base)), _no_collection():
         for step in steps.values():
             step(work)
     return work.peft
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the cyclic garbage collector still: it would walk all new modules again and again, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def arrange(changes: Mapping[str, str | Step], registry: Registry) -> dict[str, Step]:

@@ -137,7 +137,7 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
     """A few values of `parameter` at fixed places, None where they cannot be read."""
     if parameter.is_meta or not parameter.is_floating_point() or type(parameter.data) is not torch.Tensor:
         return None
-    flat = parameter.detach().reshape(-1) if parameter.is_contiguous() else parameter.detach().flatten()
-    count = flat.numel()
+    count = parameter.numel()
     places = sorted({count * index // _SAMPLES for index in range(_SAMPLES)} if count else set())
-    return flat[places].to(torch.bfloat16)
+    at = torch.unravel_index(torch.tensor(places, dtype=torch.int64, device=parameter.device), parameter.shape)
+    return parameter.detach()[at].reshape(-1).to(torch.bfloat16)

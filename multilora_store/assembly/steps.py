@@ -14,7 +14,7 @@ from torch import nn
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
 from multilora_store.assembly.bridge.inject import Joining, add_adapters, empty_shell
 from multilora_store.assembly.bridge.record import Member, inside_name, record
-from multilora_store.assembly.bridge.state import active_adapters, set_active, set_trainable, trainable_adapters
+from multilora_store.assembly.bridge.state import active_adapters, set_active, set_flags
 from multilora_store.assembly.bridge.tensors import Slot, slots
 from multilora_store.assembly.bridge.unwrap import unwrap
 from multilora_store.assembly.configs import lora_config
@@ -44,6 +44,7 @@ class Adapter:
         tensors: Its tensors by canonical name, made when asked for; None for a fresh adapter.
         shapes: Their shapes, known without making them.
         names: Name on the model -> name in the file, filled in by `cover`.
+        slots: Its places on the model, filled in by `cover`.
         version: The stored version (`storage.Version`), None where there is none.
         base: The base it was made for, as far as that is recorded.
         joining: What PEFT is told of it, filled in by `check`.
@@ -54,6 +55,7 @@ class Adapter:
     tensors: Mapping[str, torch.Tensor] | None = None
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    slots: list[Slot] = field(default_factory=list)
     version: Any = None
     base: BaseIdentity = field(default_factory=BaseIdentity)
     joining: Joining | None = None
@@ -269,10 +271,11 @@ def _ties(work: Assembly) -> list[str]:
 def cover(work: Assembly) -> None:
     """Every tensor has its place and every place its tensor, in name and shape; otherwise nothing is loaded."""
     for adapter in work.adapters:
+        adapter.slots = _slots(work, adapter)
         if adapter.tensors is None:
             continue
         names = _names(adapter, work.rename)
-        places = {slot.key: tuple(slot.tensor.shape) for slot in _slots(work, adapter)}
+        places = {slot.key: tuple(slot.tensor.shape) for slot in adapter.slots}
         coverage = compare({new: adapter.shapes[old] for new, old in names.items()}, places)
         of_base = [key for key in coverage.unexpected if _same_as_base(work.peft, key, adapter.tensors[names[key]])]
         if of_base:
@@ -319,17 +322,18 @@ def load(work: Assembly) -> None:
     if work.device is not None and work.device.type == "meta":
         return
     sites = record(work.peft).sites
+    devices: dict[str, torch.device] = {}
     for adapter in work.adapters:
         assert adapter.joining is not None
         dtype = work.dtype or _torch_dtype(adapter.spec.dtype)
         if adapter.tensors is None:
             joining = adapter.joining
             fill_fresh(adapter.name, joining.inside, joining.config, sites, seed=work.seed, dtype=dtype)
-        for site in sites:
-            device = work.device or _device_of(site.layer)
-            for slot in slots(site, inside_name(adapter.name)):
-                source = slot.tensor.detach() if adapter.tensors is None else adapter.tensors[adapter.names[slot.key]]
-                _lay(slot, source, device, _dtype_for(slot, source, dtype, work), own=adapter.spec.trainable)
+        for slot in adapter.slots:
+            source = slot.tensor.detach() if adapter.tensors is None else adapter.tensors[adapter.names[slot.key]]
+            path = slot.site.path
+            device = work.device or devices.get(path) or devices.setdefault(path, slot.device)
+            _lay(slot, source, device, _dtype_for(slot, source, dtype, work), own=adapter.spec.trainable)
 
 
 def _lay(slot: Slot, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, own: bool) -> None:
@@ -363,12 +367,6 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
     return found
 
 
-def _device_of(layer: Any) -> torch.device:
-    base = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer.original_module
-    first = next(base.parameters(), None)
-    return torch.device("cpu") if first is None or first.is_meta else first.device
-
-
 def activate(work: Assembly) -> None:
     """Put every adapter in the state that the manifest declares; adapters that were there keep theirs."""
     known = record(work.peft)
@@ -376,8 +374,9 @@ def activate(work: Assembly) -> None:
     active = {name: weight for name, weight in active_adapters(work.peft).items() if name not in new}
     active.update({name: spec.weight for name, spec in new.items() if spec.active})
     set_active(work.peft, active)
-    trainable = trainable_adapters(work.peft) - set(new)
-    set_trainable(work.peft, trainable | {name for name, spec in new.items() if spec.trainable})
+    for name, spec in new.items():
+        if spec.trainable:  # they all come frozen
+            set_flags(work.peft, name, True)
     known.notes.extend(dict.fromkeys(work.notes))
     for note in dict.fromkeys(work.notes):
         logger.info("%s", note)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from peft import LoraConfig, PeftModel
 from peft.mapping_func import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
 from peft.tuners import lora
+from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.tuners.tuners_utils import BaseTuner, _extend_unique
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.other import (
@@ -22,7 +23,14 @@ from peft.utils.other import (
 )
 from torch import nn
 
-from multilora_store.assembly.bridge.layers import add_to_layer, save_module, without_bytes
+from multilora_store.assembly.bridge.layers import (
+    add_to_layer,
+    can_be_model,
+    is_plain,
+    like,
+    save_module,
+    without_bytes,
+)
 from multilora_store.assembly.bridge.record import rescan
 from multilora_store.assembly.bridge.targets import Place, Targets, find_targets, places_of
 from multilora_store.assembly.bridge.unwrap import innermost, unwrap, walk
@@ -67,7 +75,9 @@ def empty_shell(base: nn.Module, first: Joining) -> PeftModel:
     like_transformers = hasattr(getattr(base, "config", None), "model_type")
     kind = MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(task, PeftModel) if like_transformers and task else PeftModel
     config = LoraConfig(target_modules=DUMMY_TARGET_MODULES, task_type=task if kind is not PeftModel else None)
-    peft = kind(base, config, adapter_name=_SHELL, autocast_adapter_dtype=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers, nothing a caller could change
+        peft = kind(base, config, adapter_name=_SHELL, autocast_adapter_dtype=False)
     for place in places_of(base):
         if isinstance(place.module, ModulesToSaveWrapper):  # a head that PEFT's class wraps on its own account
             place.parent._modules[place.child] = place.module.original_module
@@ -159,36 +169,52 @@ def _refuse_overlap(joining: Sequence[Joining], places: Sequence[Place]) -> None
 
 def _add_targets(peft: PeftModel, joining: Sequence[Joining], places: Sequence[Place]) -> None:
     reached: dict[str, list[str]] = {adapter.inside: [] for adapter in joining}
+    models: dict[type, Any] = {}
     for place in places:
         for adapter in joining:
             assert adapter.targets is not None
             if place.path in adapter.targets.modules:
-                _add_target(peft, adapter, place)
+                _add_target(peft, adapter, place, models)
                 reached[adapter.inside].append(place.path)
     for paths in reached.values():
         _extend_unique(peft.base_model.targeted_module_names, paths)
 
 
-def _add_target(peft: PeftModel, adapter: Joining, place: Place) -> None:
+def _add_target(peft: PeftModel, adapter: Joining, place: Place, models: dict[type, Any]) -> None:
     config, path, layer = adapter.config, place.path, place.module
     try:
         if isinstance(layer, lora.LoraLayer):
-            rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), path), config.r)
-            alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), path), config.lora_alpha)
-            add_to_layer(layer, adapter.inside, rank, alpha, config, target=path)
+            add_to_layer(layer, adapter.inside, *_rank_and_alpha(config, path), config, target=path)
+            return
+        model = models.get(type(layer))
+        if model is not None and is_plain(config):
+            made = like(model, layer, path)
+            add_to_layer(made, adapter.inside, *_rank_and_alpha(config, path), config, target=path)
+            place.parent._modules[place.child] = made
             return
         with without_bytes():
             peft.base_model._check_target_module_compatiblity(config, innermost(peft), place.child)
             peft.base_model._create_and_replace(
                 config, adapter.inside, layer, place.child, place.parent, current_key=path
             )
-    except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise UnsupportedError(
             f"adapter {adapter.name!r}: PEFT cannot adapt {path}, a {type(layer).__name__}: {error}",
             name=adapter.name,
             path=path,
         ) from error
     _follow_mode(place.module, layer.training)
+    if is_plain(config) and can_be_model(place.module):
+        models[type(layer)] = place.module
+
+
+def _rank_and_alpha(config: LoraConfig, key: str) -> tuple[int, float]:
+    rank, alpha = config.r, config.lora_alpha
+    if config.rank_pattern:
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), key), rank)
+    if config.alpha_pattern:
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), key), alpha)
+    return rank, alpha
 
 
 def _follow_mode(layer: nn.Module, training: bool) -> None:
@@ -213,7 +239,7 @@ def _add_parameters(peft: PeftModel, joining: Sequence[Joining]) -> None:
                 why="PEFT nests one wrapper for each parameter, and the names of tensors follow from the nesting",
                 remedy="give all adapters of one model the same target_parameters",
             )
-    wrappers = [(path, layer) for path, layer in walk(base) if isinstance(layer, lora.ParamWrapper)]
+    wrappers = [(path, layer) for path, layer in walk(base) if isinstance(layer, ParamWrapper)]
     for adapter in asking:
         try:
             if wrappers:
@@ -223,7 +249,7 @@ def _add_parameters(peft: PeftModel, joining: Sequence[Joining]) -> None:
                 with without_bytes():
                     found = tuner._inject_parameters(adapter.config, base, adapter.inside, low_cpu_mem_usage=False)
                 _extend_unique(tuner.targeted_parameter_names, found)
-                wrappers = [(path, layer) for path, layer in walk(base) if isinstance(layer, lora.ParamWrapper)]
+                wrappers = [(path, layer) for path, layer in walk(base) if isinstance(layer, ParamWrapper)]
         except ValueError as error:
             raise UnsupportedError(f"adapter {adapter.name!r}: {error}", name=adapter.name) from error
         if not wrappers:
@@ -236,11 +262,9 @@ def _add_parameters(peft: PeftModel, joining: Sequence[Joining]) -> None:
 def _update_parameter(adapter: Joining, path: str, layer: Any) -> None:
     config = adapter.config
     key = f"{path.replace('.base_layer', '')}.{layer.parameter_name}"
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), key), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), key), config.lora_alpha)
     if config.lora_dropout or config.lora_bias or config.use_dora or config.fan_in_fan_out:
         raise ValueError("target_parameters work without lora_dropout, lora_bias, use_dora and fan_in_fan_out only")
-    add_to_layer(layer, adapter.inside, rank, alpha, config, target=key)
+    add_to_layer(layer, adapter.inside, *_rank_and_alpha(config, key), config, target=key)
 
 
 def _add_saved(joining: Sequence[Joining], places: Sequence[Place]) -> None:
@@ -355,7 +379,7 @@ def _drop_copy(wrapper: Any, inside: str) -> None:
 def _unwrap_bare(base: nn.Module) -> None:
     for place in places_of(base):
         layer: Any = place.module
-        if isinstance(layer, lora.MultiheadAttention):
+        if isinstance(layer, MultiheadAttention):
             continue  # its projection inside is a PEFT layer too; it costs nothing when no adapter is left
         if isinstance(layer, lora.LoraLayer):
             while isinstance(layer, lora.LoraLayer) and not layer.r:

@@ -12,10 +12,11 @@ from typing import Any, Final
 import torch
 from peft import LoraConfig
 from peft.tuners import lora
+from peft.tuners.lora.layer import MultiheadAttention
 from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 
-__all__ = ["add_to_layer", "is_plain", "save_module", "without_bytes"]
+__all__ = ["add_to_layer", "can_be_model", "is_plain", "like", "save_module", "without_bytes"]
 
 # Fields that make PEFT choose a variant of the layer, with parameters of its own.
 _VARIANTS: Final = ("use_dora", "alora_invocation_tokens", "use_qalora", "use_bdlora", "velora_config", "arrow_config")
@@ -42,6 +43,26 @@ def add_to_layer(layer: Any, inside: str, rank: int, alpha: float, config: LoraC
         return
     with without_bytes(), _alone(layer):
         layer.update_layer(inside, rank, lora_alpha=alpha, config=config, target_name=target)
+
+
+def can_be_model(layer: nn.Module) -> bool:
+    """Whether other layers over the same kind of module can be made `like` this one, which PEFT made."""
+    base = getattr(layer, "base_layer", None)
+    return type(layer) is lora.Linear and type(base) is nn.Linear and not hasattr(base, "_hf_tp_plan")
+
+
+def like(model: Any, base_layer: nn.Module, path: str) -> Any:
+    """A LoRA layer around `base_layer` as PEFT made `model` around its own, without an adapter yet."""
+    layer: Any = lora.Linear.__new__(lora.Linear)
+    nn.Module.__init__(layer)
+    extra = {**model.kwargs, "target_name": path} if "target_name" in model.kwargs else model.kwargs
+    lora.LoraLayer.__init__(layer, base_layer, ephemeral_gpu_offload=model.ephemeral_gpu_offload, **extra)
+    for name, value in vars(model).items():
+        if name not in vars(layer):
+            layer.__dict__[name] = value
+    layer._active_adapter = []
+    layer.train(base_layer.training)
+    return layer
 
 
 def _add_plain(layer: Any, inside: str, rank: int, alpha: float, config: LoraConfig) -> None:
@@ -111,7 +132,7 @@ def without_bytes() -> Iterator[None]:
 def _alone(layer: Any) -> Iterator[None]:
     """Keep `update_layer` from its two walks over all adapters of the layer, which the caller does once at the end."""
     layers = [layer]
-    if isinstance(layer, lora.MultiheadAttention):
+    if isinstance(layer, MultiheadAttention):
         layers.append(layer.base_layer.out_proj)
     for item in layers:
         item.__dict__["set_adapter"] = _nothing

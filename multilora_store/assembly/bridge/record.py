@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from peft import PeftModel
+from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig, module_name, name_from_module
-from multilora_store.assembly.bridge.unwrap import innermost, peft_model, walk
+from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap, walk
 from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec
 
@@ -42,10 +43,12 @@ class Site:
     Attributes:
         path: Its path from the innermost model, free of wrappers.
         layer: The layer; the object stays the same under every wrapper.
+        containers: Its children that are keyed by adapter, by their names.
     """
 
     path: str
     layer: nn.Module
+    containers: tuple[tuple[str, Any], ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +181,21 @@ def _scan(base: nn.Module) -> list[Site]:
             continue
         if isinstance(module, AuxiliaryTrainingWrapper):
             saved.append(f"{path}.")
-            sites.append(Site(path, module))
+            sites.append(Site(path, module, tuple(_containers(module))))
         elif isinstance(module, BaseTunerLayer):
-            sites.append(Site(path, module))
+            sites.append(Site(path, module, tuple(_containers(module))))
     return sites
+
+
+def _containers(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(layer, ModulesToSaveWrapper):
+        yield "modules_to_save", layer.modules_to_save
+        return
+    if isinstance(layer, AuxiliaryTrainingWrapper):
+        return
+    for holder, child in layer._modules.items():
+        if holder != "base_layer" and child is not None:
+            container = unwrap(child)
+            kept = isinstance(container, BufferDict) and container.persistent
+            if kept or isinstance(container, (nn.ModuleDict, nn.ParameterDict)):
+                yield holder, container

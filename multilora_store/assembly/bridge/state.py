@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
@@ -17,7 +18,7 @@ from multilora_store.assembly.bridge.tensors import entries
 from multilora_store.assembly.bridge.unwrap import peft_model
 from multilora_store.errors import UnsupportedError, UsageError
 
-__all__ = ["active_adapters", "set_active", "set_trainable", "trainable_adapters"]
+__all__ = ["active_adapters", "set_active", "set_flags", "set_trainable", "trainable_adapters"]
 
 
 def active_adapters(model: nn.Module) -> dict[str, float]:
@@ -80,14 +81,20 @@ def set_trainable(model: nn.Module, names: Iterable[str]) -> None:
     peft = peft_model(model)
     known = record(peft)
     wanted = [known.member(name).name for name in names]
-    for name, member in known.members.items():
-        trainable = name in wanted
-        for site in known.sites:
-            frozen = getattr(site.layer, "frozen_peft_weight_names", {}).get(member.inside, ())
-            for key, tensor in entries(site, member.inside):
-                fixed = any(f".{holder}" in key[len(site.path) :] for holder in frozen)
-                _set_flag(tensor, trainable and not fixed, key)
-        peft.peft_config[member.inside].inference_mode = not trainable
+    for name in known.members:
+        set_flags(peft, name, name in wanted)
+
+
+def set_flags(peft: PeftModel, name: str, trainable: bool) -> None:
+    """Let adapter `name` receive gradients, or not."""
+    known = record(peft)
+    inside = known.member(name).inside
+    for site in known.sites:
+        frozen = getattr(site.layer, "frozen_peft_weight_names", {}).get(inside, ())
+        for key, tensor in entries(site, inside):
+            fixed = any(f".{holder}" in key[len(site.path) :] for holder in frozen)
+            _set_flag(tensor, trainable and not fixed, key)
+    peft.peft_config[inside].inference_mode = not trainable
 
 
 def _set_flag(tensor: torch.Tensor, flag: bool, key: str) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly.bridge.record import Site, record
-from multilora_store.assembly.bridge.unwrap import unwrap, walk
+from multilora_store.assembly.bridge.unwrap import walk
 
 __all__ = [
     "Slot",
@@ -37,11 +37,13 @@ class Slot(NamedTuple):
         key: The tensor's canonical name.
         owner: The module whose parameter or buffer it is.
         attribute: Its name there.
+        site: The PEFT layer around it.
     """
 
     key: str
     owner: nn.Module
     attribute: str
+    site: Site
 
     @property
     def is_parameter(self) -> bool:
@@ -53,6 +55,14 @@ class Slot(NamedTuple):
         """What lies there now."""
         found: torch.Tensor = getattr(self.owner, self.attribute)
         return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is that the adapter is on; the CPU if that has no bytes."""
+        layer: Any = self.site.layer
+        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+        first = next(base.parameters(), None)
+        return torch.device("cpu") if first is None or first.is_meta else first.device
 
     def put(self, tensor: torch.Tensor) -> None:
         """Lay `tensor` there, in the place of what was there."""
@@ -113,7 +123,7 @@ def adapter_modules(model: nn.Module, name: str) -> dict[str, nn.Module]:
     inside = known.member(name).inside
     found: dict[str, nn.Module] = {}
     for site in known.sites:
-        for holder, container in _containers(site.layer):
+        for holder, container in site.containers:
             if isinstance(container, nn.ModuleDict) and inside in container:
                 module = container[inside]
                 if next(module.parameters(), None) is not None:
@@ -132,20 +142,20 @@ def slots(site: Site, inside: str) -> Iterator[Slot]:
     layer = site.layer
     if isinstance(layer, ModulesToSaveWrapper):
         if inside in layer.modules_to_save:
-            yield from _of_module(f"{PREFIX}{site.path}", layer.modules_to_save[inside])
+            yield from _of_module(f"{PREFIX}{site.path}", layer.modules_to_save[inside], site)
         return
     if isinstance(layer, TrainableTokensWrapper):
         tokens = layer.token_adapter
         if not tokens.tied_adapter and inside in tokens.trainable_tokens_delta:
             key = f"{PREFIX}{site.path}.token_adapter.trainable_tokens_delta"
-            yield Slot(key, tokens.trainable_tokens_delta, inside)
+            yield Slot(key, tokens.trainable_tokens_delta, inside, site)
         return
-    for holder, container in _containers(layer):
+    for holder, container in site.containers:
         if not isinstance(container, nn.ModuleDict):
             if inside in container:
-                yield Slot(f"{PREFIX}{site.path}.{holder}", container, inside)
+                yield Slot(f"{PREFIX}{site.path}.{holder}", container, inside, site)
         elif inside in container._modules:
-            for slot in _of_module(f"{PREFIX}{site.path}.{holder}", container._modules[inside]):
+            for slot in _of_module(f"{PREFIX}{site.path}.{holder}", container._modules[inside], site):
                 # The magnitude became a module of its own in PEFT 0.12; its name in files stayed without a suffix.
                 yield slot._replace(key=slot.key.removesuffix(".weight")) if holder == _MAGNITUDE else slot
 
@@ -156,30 +166,15 @@ def _named(model: nn.Module, name: str) -> list[tuple[str, torch.Tensor]]:
     return sorted((entry for site in known.sites for entry in entries(site, inside)), key=itemgetter(0))
 
 
-def _containers(layer: nn.Module) -> Iterator[tuple[str, nn.ModuleDict | nn.ParameterDict | BufferDict]]:
-    """The children of a PEFT layer that are keyed by adapter, with their names."""
-    if isinstance(layer, ModulesToSaveWrapper):
-        yield "modules_to_save", layer.modules_to_save
-        return
-    if isinstance(layer, AuxiliaryTrainingWrapper):
-        return
-    for holder, child in layer._modules.items():
-        if holder != "base_layer" and child is not None:
-            child = unwrap(child)
-            if isinstance(child, (nn.ModuleDict, nn.ParameterDict)) or (
-                isinstance(child, BufferDict) and child.persistent
-            ):
-                yield holder, child
-
-
-def _of_module(prefix: str, module: nn.Module | None) -> Iterator[Slot]:
+def _of_module(prefix: str, module: nn.Module | None, site: Site) -> Iterator[Slot]:
     if module is None:
         return
-    for path, child in walk(module):
+    # A factor has no children, and looking for wrappers inside it would take longer than all the rest.
+    for path, child in walk(module) if module._modules else (("", module),):
         at = f"{prefix}.{path}." if path else f"{prefix}."
         for name, parameter in child._parameters.items():
             if parameter is not None:
-                yield Slot(at + name, child, name)
+                yield Slot(at + name, child, name, site)
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
-                yield Slot(at + name, child, name)
+                yield Slot(at + name, child, name, site)
