@@ -1,0 +1,359 @@
+"""Ranks agree, or all of them raise: the check that comes before every collective.
+
+Two phases. A hash of what each rank was given, and whether it failed, goes through one small `all_reduce`;
+only when that shows a difference do the ranks exchange the facts themselves, and each of them raises the same
+error with the rank and the difference in it. All of it runs on a gloo group of its own, so that it neither
+waits behind nor disturbs the traffic of the model.
+
+A rank that is late is named in the log after `Patience.late` seconds and is given up after `Patience.fail`
+seconds; a rank that died is noticed at once, since its connections close.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from multilora_store.errors import DisagreementError, MultiLoRAError, RankFailedError, UsageError
+
+__all__ = ["Patience", "Ranks", "differences", "patience", "ranks_of_mesh", "world"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SHOWN_DIFFERENCES: Final = 12
+_MISSING: Final = "missing"
+_WORDS: Final = 4  # 63 bits each: a collision takes luck beyond a SHA-256 prefix of 252 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a rank waits for the others, in seconds.
+
+    Args:
+        late: After this long the ranks that have not come are named in the log.
+        fail: After this long they are given up and every waiting rank raises.
+    """
+
+    late: float = 30.0
+    fail: float = 1800.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.late <= self.fail:
+            raise UsageError(
+                f"patience must satisfy 0 < late <= fail, got late={self.late}, fail={self.fail}",
+                remedy="for instance Patience(late=30, fail=1800), in seconds",
+            )
+
+
+_patience = Patience()
+
+
+@contextlib.contextmanager
+def patience(*, late: float | None = None, fail: float | None = None) -> Iterator[Patience]:
+    """Waits shorter or longer within the block; groups keep the limits they were made with beyond `fail`."""
+    global _patience
+    before = _patience
+    _patience = Patience(
+        late=min(before.late, fail) if late is None and fail is not None else late or before.late,
+        fail=before.fail if fail is None else fail,
+    )
+    try:
+        yield _patience
+    finally:
+        _patience = before
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that act together on one model, with the group on which they agree.
+
+    A single process (no process group, or a group of one) agrees with itself: every method is then a plain call.
+
+    Args:
+        members: Global ranks, ascending.
+        group: The gloo group of exactly these members, None for a single process.
+        rank: This process's place among the members.
+    """
+
+    members: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    rank: int = 0
+    _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one rank that commits, prints and speaks for all."""
+        return self.rank == 0
+
+    def agree(self, subject: str, facts: Any) -> None:
+        """Every rank was given the same `facts` (JSON-like), or every rank raises DisagreementError."""
+        self.together(subject, lambda: None, facts=lambda _: facts)
+
+    def together(self, subject: str, work: Callable[[], T], *, facts: Callable[[T], Any] | None = None) -> T:
+        """Runs `work` here and on every other rank; all succeed and agree on `facts(result)`, or all raise.
+
+        Raises:
+            Exception: What `work` raised on this rank.
+            RankFailedError: Another rank's work raised, or a rank died or stayed away.
+            DisagreementError: The facts differ; the error names ranks and differences.
+        """
+        error: Exception | None = None
+        result: T | None = None
+        given: Any = None
+        try:
+            result = work()
+            given = facts(result) if facts is not None else None
+        except Exception as caught:
+            error = caught
+        self._settle(subject, error, given)
+        return result  # type: ignore[return-value]  # `work` returned it: _settle raises otherwise
+
+    def share(self, subject: str, value: T) -> list[T]:
+        """The `value` of every member, in order of rank (small Python objects)."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._watch(subject):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_first(self, subject: str, make: Callable[[], T]) -> T:
+        """What `make` returns on the first rank, on every rank; if it raises there, all raise."""
+        made = self.together(subject, make) if self.first else self.together(subject, lambda: None)
+        if self.size == 1:
+            return made  # type: ignore[return-value]
+        box: list[Any] = [made]
+        with self._watch(subject):
+            dist.broadcast_object_list(box, src=self.members[0], group=self.group)
+        return box[0]  # type: ignore[no-any-return]
+
+    def barrier(self, subject: str) -> None:
+        """Returns once every rank has come here."""
+        self._settle(subject, None, None)
+
+    def _settle(self, subject: str, error: Exception | None, given: Any) -> None:
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return
+        words = _hash_words([subject, given])
+        ballot = torch.tensor([*words, *(-word for word in words), int(error is not None)], dtype=torch.int64)
+        self._reduce(subject, ballot)
+        same = all(int(ballot[i]) == -int(ballot[i + _WORDS]) for i in range(_WORDS))
+        if same and not int(ballot[-1]):
+            return
+        failure = None if error is None else (type(error).__name__, str(error))
+        reports = self.share(subject, (subject, given, failure))
+        if error is not None:
+            raise error
+        self._raise_failure(subject, reports)
+        raise _disagreement(subject, reports, self.members)
+
+    def _raise_failure(self, subject: str, reports: Sequence[tuple[str, Any, tuple[str, str] | None]]) -> None:
+        failed = {rank: report[2] for rank, report in zip(self.members, reports, strict=True) if report[2] is not None}
+        if not failed:
+            return
+        rank, (kind, message) = next(iter(failed.items()))
+        others = "" if len(failed) == 1 else f" (and ranks {_join(list(failed)[1:])})"
+        raise RankFailedError(
+            f"rank {rank}{others} failed during {subject}: {kind}: {message.splitlines()[0] if message else ''}",
+            why="\n".join(message.splitlines()[1:]),
+            remedy="this rank stopped with it, nothing was committed; see the error of the failed rank",
+            subject=subject,
+            failed={r: f"{k}: {m}" for r, (k, m) in failed.items()},
+        )
+
+    def _reduce(self, subject: str, ballot: torch.Tensor) -> None:
+        with self._watch(subject) as turn:
+            work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            limits = _patience
+            if not _wait(work, limits.late):
+                absent = self._absent(turn, settle=min(1.0, limits.late))
+                logger.warning(
+                    "%s: waited %.0f s for rank %s; giving up after %.0f s",
+                    subject,
+                    limits.late,
+                    _join(absent),
+                    limits.fail,
+                )
+                if not _wait(work, max(limits.fail - limits.late, 0.001)):
+                    raise TimeoutError(f"no answer within {limits.fail:.0f} s")
+
+    @contextlib.contextmanager
+    def _watch(self, subject: str) -> Iterator[int]:
+        """Turns a broken or silent connection into an error that names who is gone; yields the turn's number."""
+        turn = next(self._turns)
+        try:
+            yield turn
+        except MultiLoRAError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            absent = self._absent(turn)
+            raise RankFailedError(
+                f"{'rank ' + _join(absent) if absent else 'a rank'} stopped answering during {subject}",
+                why=str(error).splitlines()[0],
+                remedy="look at that rank's log; start all ranks again, the last committed snapshot is whole",
+                subject=subject,
+                absent=absent,
+            ) from error
+
+    def _absent(self, turn: int, *, settle: float = 2.0) -> list[int]:
+        """Members that do not report within `settle` seconds, by the store that the job started with."""
+        key = f"multilora_store/present/{_join(self.members)}/{turn}"
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"{key}/{self.members[self.rank]}", "here")
+            missing = list(self.members)
+            deadline = time.monotonic() + settle
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not store.check([f"{key}/{rank}"])]
+                time.sleep(0.05)
+        except (RuntimeError, ValueError):
+            return [0]  # the store lives in rank 0, and does not answer
+        return missing
+
+
+def world() -> Ranks:
+    """All ranks of the job; a single process where torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return Ranks()
+    return _ranks(tuple(range(dist.get_world_size())))
+
+
+def ranks_of_mesh(mesh: Any) -> Ranks:
+    """The ranks of a device mesh; every rank of that mesh must ask at the same time, the first time."""
+    if dist.get_backend() == "fake":
+        return Ranks()
+    return _ranks(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
+
+
+_groups: dict[tuple[int, tuple[int, ...]], tuple[dist.ProcessGroup, Ranks]] = {}
+
+
+def _ranks(members: tuple[int, ...]) -> Ranks:
+    """The control group of these members, made once per default process group."""
+    if len(members) == 1:
+        return Ranks(members=members)
+    default = dist.distributed_c10d._get_default_group()
+    key = (id(default), members)
+    if key in _groups and _groups[key][0] is default:
+        return _groups[key][1]
+    everyone = members == tuple(range(dist.get_world_size()))
+    group = dist.new_group(
+        None if everyone else list(members),
+        backend="gloo",
+        timeout=timedelta(seconds=_patience.fail),
+        use_local_synchronization=not everyone,
+        group_desc="multilora_store agreement",
+    )
+    made = Ranks(members=members, group=group, rank=members.index(dist.get_rank()))
+    for stale in [k for k, (kept, _) in _groups.items() if kept is not default]:
+        del _groups[stale]
+    _groups[key] = (default, made)
+    return made
+
+
+def _wait(work: Any, seconds: float) -> bool:
+    """Whether the work finished in time; its own failure is raised."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
+
+
+def _hash_words(value: Any) -> list[int]:
+    digest = hashlib.sha256(_canonical(value).encode()).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 1 for i in range(_WORDS)]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
+
+
+def differences(given: Sequence[Any]) -> dict[str, list[Any]]:
+    """Path -> what each rank has there, for every place where these JSON-like values differ, shallow ones first.
+
+    Where a whole branch is missing on some rank, the branch is named, not its leaves.
+    """
+    found = dict(_differing([json.loads(_canonical(value)) for value in given], ""))
+    return dict(sorted(found.items(), key=lambda item: item[0].count(".") + item[0].count("[")))
+
+
+def _differing(values: list[Any], path: str) -> Iterator[tuple[str, list[Any]]]:
+    if all(isinstance(value, dict) for value in values):
+        for key in sorted({key for value in values for key in value}):
+            yield from _differing([value.get(key, _MISSING) for value in values], f"{path}.{key}" if path else key)
+    elif all(isinstance(value, list) for value in values):
+        for index in range(max(map(len, values))):
+            items = [value[index] if index < len(value) else _MISSING for value in values]
+            yield from _differing(items, f"{path}[{index}]")
+    elif any(value != values[0] for value in values):
+        yield path or "value", [_MISSING if v is _MISSING else _brief(v, values) for v in values]
+
+
+def _brief(value: Any, values: list[Any]) -> Any:
+    return "present" if _MISSING in values and isinstance(value, (dict, list)) and value else value
+
+
+def _disagreement(subject: str, reports: Sequence[Any], members: Sequence[int]) -> DisagreementError:
+    subjects = [report[0] for report in reports]
+    if len(set(subjects)) > 1:
+        given: list[Any] = [{"call": name} for name in subjects]
+    else:
+        given = [report[1] for report in reports]
+    found = differences(given)
+    lines = [f"  {path}: {_by_rank(values, members)}" for path, values in list(found.items())[:SHOWN_DIFFERENCES]]
+    if len(found) > SHOWN_DIFFERENCES:
+        lines.append(f"  and {len(found) - SHOWN_DIFFERENCES} more")
+    odd = sorted({members[i] for values in found.values() for i in _minority(values)})
+    return DisagreementError(
+        f"ranks disagree on {' / '.join(dict.fromkeys(subjects))}: rank {_join(odd)} differs",
+        why="\n".join(lines),
+        remedy="give every rank the same configuration and make the same calls in the same order",
+        subject=subject,
+        ranks=odd,
+        differences=found,
+    )
+
+
+def _minority(values: Sequence[Any]) -> list[int]:
+    """Places whose value is not the commonest; on a tie, not that of the first place."""
+    keys = [_canonical(value) for value in values]
+    counts = Counter(keys)
+    top = max(counts.values())
+    usual = next(key for key in keys if counts[key] == top)
+    return [place for place, key in enumerate(keys) if key != usual]
+
+
+def _by_rank(values: Sequence[Any], members: Sequence[int]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in zip(members, values, strict=True):
+        groups.setdefault(value if isinstance(value, str) else _canonical(value), []).append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}" for value, ranks in groups.items()
+    )
+
+
+def _join(ranks: Sequence[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)

@@ -1,0 +1,8 @@
+"""The folder of these tests is importable, so that `launch` and `toys` are found by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
