@@ -7,6 +7,9 @@ substring.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from multilora_store.assembly.bridge.record import AssemblyRecord, Member, Site, inside_name, record
 from multilora_store.assembly.bridge.state import active_adapters, set_active, set_trainable, trainable_adapters
 from multilora_store.assembly.bridge.tensors import (
@@ -18,6 +21,13 @@ from multilora_store.assembly.bridge.tensors import (
 )
 from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap, walk
 
+if TYPE_CHECKING:
+    from multilora_store.assembly.fingerprint import base_fingerprint
+    from multilora_store.assembly.live import eject_adapter, inject_adapter
+
+# These stand on the steps of an assembly, which stand on this package.
+_HOMES = {"base_fingerprint": "fingerprint", "eject_adapter": "live", "inject_adapter": "live"}
+
 __all__ = [
     "AssemblyRecord",
     "Member",
@@ -28,6 +38,9 @@ __all__ = [
     "adapter_modules",
     "adapter_names",
     "adapter_parameters",
+    "base_fingerprint",
+    "eject_adapter",
+    "inject_adapter",
     "innermost",
     "inside_name",
     "peft_model",
@@ -38,3 +51,10 @@ __all__ = [
     "unwrap",
     "walk",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"multilora_store.assembly.{home}"), name)
