@@ -109,8 +109,17 @@ def set_view(rows: list[AdapterRow]) -> list[Table | str]:
     """The table of a set, in at most 80 columns for ordinary names, and where each adapter came from."""
     table = Table(
         columns=(
-            "adapter", "version", "rank#", "targets#", "tensors#", "params#", "dtype", "size#", "active#", "train",
-        ),  # fmt: skip
+            "adapter",
+            "version",
+            "rank#",
+            "targets#",
+            "tensors#",
+            "params#",
+            "dtype",
+            "size#",
+            "active#",
+            "train",
+        ),
         rows=[
             (
                 row.name,
@@ -202,7 +211,7 @@ def export_set(model: nn.Module, target: str) -> dict[str, str]:
     from multilora_store.assembly.bridge import adapter_buffers, adapter_config, adapter_names, adapter_parameters
     from multilora_store.storage import export_adapter, open_store
 
-    passing = open_store(f"memory://multilora-export-{uuid4().hex}")
+    passing: Any = open_store(f"memory://multilora-export-{uuid4().hex}")
     places = {}
     for name in adapter_names(model):
         tensors = {

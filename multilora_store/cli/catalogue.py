@@ -76,7 +76,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
     Command(
         name="path",
         summary="print a local PEFT folder of a version, fetched and checked if need be",
-        examples=("path a@best", 'vllm serve ... --lora-modules a="$(multilora-store path a@best)"'),
+        examples=("path a@best", "path a@best store.url=s3://bucket/run7  # for vllm serve --lora-modules a=..."),
         words=("ref",),
         demo=True,
     ),
@@ -132,6 +132,15 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
         examples=("verify", "verify a@best", "verify deep=false output=json"),
         words=("ref",),
         demo=True,
+    ),
+    Command(
+        name="merge",
+        summary="merge stored adapters into a new one, and say what was lost",
+        examples=(
+            "merge '+adapters=[a,b]' merge=linear merge.into=ab adapters.a.weight=0.7",
+            "merge '+adapters=[a,b]' merge=ties merge.into=ab merge.params.density=0.3 merge.rank=16",
+            "merge '+adapters=[a,b]' merge=ties merge.into=ab dry_run=true",
+        ),
     ),
     Command(
         name="diff",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
@@ -35,7 +35,7 @@ def parameters_of(plugin: Plugin) -> tuple[Parameter, ...]:
     return tuple(item for item in plugin.parameters if item.name not in common)
 
 
-def _typed(parameter: Parameter) -> tuple[str, Any, Field[Any]]:
+def _typed(parameter: Parameter) -> tuple[str, Any, Any]:
     """One field of the generated schema; what OmegaConf has no type for stays `Any`."""
     bare, optional = re.subn(r"^Optional\[(.*)\]$|\s*\|\s*None$", r"\1", parameter.annotation.strip())
     kind = _TYPES.get(bare, Any)
@@ -58,20 +58,19 @@ def node(plugin: Plugin) -> Any:
     own = [_typed(item) for item in parameters_of(plugin)]
     if plugin.kind == "base_provider" and _takes_more(plugin):
         known = {name: MISSING if value.default is MISSING else value.default for name, _, value in own}
-        return OmegaConf.create({"provider": plugin.name, **known})  # open: +base.KEY=... reaches the provider
+        return OmegaConf.create({"provider": plugin.name, **known}, flags={"struct": False})  # takes any key
     if plugin.kind == "base_provider":
-        return OmegaConf.structured(make_dataclass(f"{title}Base", [("provider", str, field(default=plugin.name)), *own]))
+        return OmegaConf.structured(
+            make_dataclass(f"{title}Base", [("provider", str, field(default=plugin.name)), *own])
+        )
     parameters = make_dataclass(f"{title}Parameters", own)
     params = ("params", parameters, field(default_factory=parameters))
     if plugin.kind == "assembler":
         head: list[tuple[str, Any, Any]] = [("name", str, field(default=plugin.name))]
     else:
-        head = [
-            ("strategy", str, field(default=plugin.name)),
-            ("into", str, field(default=MISSING)),
-            ("rank", int | None, field(default=None)),
-            ("seed", int, field(default=0)),
-        ]
+        kinds = get_type_hints(MergeChoice)
+        head = [(item.name, kinds[item.name], field(default=item.default)) for item in fields(MergeChoice)]
+        head = [("strategy", str, field(default=plugin.name)), *head[1:-1]]
     return OmegaConf.structured(make_dataclass(f"{title}Choice", [*head, params]))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]  # its stubs are another distribution
 
 from multilora_store.cli.schema import AdapterEntry
 from multilora_store.errors import ManifestError, UsageError

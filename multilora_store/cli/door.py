@@ -73,7 +73,9 @@ def _dispatch(line: CommandLine, terminal: Terminal, *, full: bool) -> int:
             print(help_text(line))
         return 0
     if line.verb is None:
-        raise UsageError("no command was given", remedy=f"commands: {', '.join(COMMANDS)}; e.g. assemble +adapters=[a,b]")
+        raise UsageError(
+            "no command was given", remedy=f"commands: {', '.join(COMMANDS)}; e.g. assemble +adapters=[a,b]"
+        )
     return _through_hydra(line, COMMANDS[line.verb], terminal, full=full)
 
 
@@ -100,10 +102,12 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
     from multilora_store.cli.process import through_hydra
     from multilora_store.cli.sources import conf_folder, register
 
-    text_keys = {option.key for option in options_of(command.schema) if option.text} | {"base.path", "merge.into"}
+    options = options_of(command.schema)
+    text_keys = {option.key for option in options if option.text} | {"base.path", "base.target", "merge.into"}
+    open_keys = {option.key for option in options if option.type == "mapping"} - {"adapters"}
     typed = [*_words_as_overrides(line, command), *line.overrides]
     own_set = bool(line.config_dirs or line.config_name)
-    overrides = prepare(typed, text_keys=text_keys, multirun=line.multirun, own_set=own_set)
+    overrides = prepare(typed, text_keys=text_keys, open_keys=open_keys, multirun=line.multirun, own_set=own_set)
     demo = demo_overrides(line, command, overrides)
     load_plugins(overrides, line.config_dirs, line.config_name or command.name)
     check_adapter_files(chosen(overrides, "adapters"), line.config_dirs)

@@ -52,7 +52,9 @@ def _overview() -> str:
 def _command(command: Command, registry: Registry, overrides: list[str], folders: tuple[Path, ...]) -> str:
     words = "".join(f" [{word.upper()}]" for word in command.words)
     lines = [f"{command.name}: {command.summary}", "", "examples:"]
-    lines += [f"  {example}" if example.startswith("vllm") else f"  {_PROGRAM} {example}" for example in command.examples]
+    lines += [
+        f"  {example}" if example.startswith("vllm") else f"  {_PROGRAM} {example}" for example in command.examples
+    ]
     lines += ["", f"usage: {_PROGRAM} {command.name}{words} [key=value ...] [flags]", "", "options:"]
     lines += _options(options_of(command.schema))
     if hasattr(command.schema, "adapters") or "adapters" in command.schema.__dataclass_fields__:
@@ -100,9 +102,7 @@ def _chosen_plugins(command: Command, registry: Registry, overrides: list[str]) 
             plugin = registry.get(kind, name)
             prefix = group if group == "base" else f"{group}.params"
             lines += ["", *_hanging(f"{group}={name}: ", plugin.description)]
-            lines += [
-                f"  {prefix}.{item.name}  {item.annotation}, {_default(item)}" for item in parameters_of(plugin)
-            ]
+            lines += [f"  {prefix}.{item.name}  {item.annotation}, {_default(item)}" for item in parameters_of(plugin)]
     return lines
 
 
@@ -115,7 +115,7 @@ def _flags() -> list[str]:
         "--config-dir DIR": "a folder of your own configs, searched first (adapters/a.yaml, assemble.yaml, ...)",
         "--cfg job": "print the composed config, run nothing",
         "-m": "one run for each combination of comma-separated values",
-        "--shell-completion": "install=bash: eval \"$(multilora-store -sc install=bash)\"; zsh and fish too",
+        "--shell-completion": 'install=bash: eval "$(multilora-store -sc install=bash)"; zsh and fish too',
         "--version, --hydra-help": "this program's version; Hydra's own flags",
     }
     lines = ["flags:"]

@@ -11,8 +11,12 @@ from multilora_store.errors import UsageError
 __all__ = ["build_base"]
 
 
-def build_base(choice: Mapping[str, Any] | None) -> Any:
+def build_base(choice: Mapping[str, Any] | None, *, meta: bool = False) -> Any:
     """The base model that `base=...` chooses: `{provider: hf, path: ...}`.
+
+    Args:
+        choice: What was chosen, with the provider's own parameters.
+        meta: Its structure alone, from a provider that takes a `device`.
 
     Raises:
         UsageError: none was chosen.
@@ -29,4 +33,6 @@ def build_base(choice: Mapping[str, Any] | None) -> Any:
     parameters = {key: value for key, value in choice.items() if key != "provider"}
     if isinstance(parameters.get("path"), str):
         parameters["path"] = str(Path(parameters["path"]).expanduser())
+    if meta and "device" in parameters:
+        parameters["device"] = "meta"
     return build(str(choice.get("provider", "")), **parameters)

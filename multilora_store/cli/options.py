@@ -60,7 +60,9 @@ def _type_in_words(kind: Any) -> str:
         return "choice"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(member.name for member in kind)
-    words = str(getattr(kind, "__name__", kind)) if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    words = (
+        str(getattr(kind, "__name__", kind)) if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    )
     words = words.replace("typing.", "").replace(" | None", "")
     return "mapping" if words.startswith("dict[") else "list" if words.startswith("list[") else words
 

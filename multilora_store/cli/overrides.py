@@ -28,13 +28,19 @@ def quoted(value: str) -> str:
 
 
 def prepare(
-    words: Sequence[str], *, text_keys: Collection[str], multirun: bool, own_set: bool = False
+    words: Sequence[str],
+    *,
+    text_keys: Collection[str],
+    open_keys: Collection[str] = (),
+    multirun: bool,
+    own_set: bool = False,
 ) -> list[str]:
     """What Hydra shall be given for the overrides that were typed.
 
     Args:
         words: The overrides as typed.
         text_keys: Keys whose value is a string: quoted where Hydra's grammar would stumble.
+        open_keys: Keys of mappings whose own keys are the user's: `store.options.K=V` adds K.
         multirun: Whether `-m` was given.
         own_set: Whether the user's own configs may choose adapters too.
 
@@ -42,7 +48,7 @@ def prepare(
         UsageError: an override that Hydra cannot parse, or would silently misread.
     """
     parser = OverridesParser.create()
-    prepared = [_spelled_out(word) for word in words]
+    prepared = [_opened(_spelled_out(word), open_keys) for word in words]
     prepared = [_quote_if_needed(word, parser, text_keys) for word in prepared]
     parsed = [_parse(word, parser) for word in prepared]
     if not multirun:
@@ -52,7 +58,7 @@ def prepare(
     _check_choices(adapters)
     if not own_set:
         _check_touched(words, prepared, adapters)
-    return prepared
+    return _beside_sweeps(prepared, parsed) if multirun else prepared
 
 
 def chosen(prepared: Iterable[str], group: str) -> list[str]:
@@ -79,6 +85,25 @@ def _spelled_out(word: str) -> str:
     if key.startswith("adapters.") and "=" in word:
         return _adapter_key(mark, key, value, word)
     return word
+
+
+def _beside_sweeps(prepared: list[str], parsed: Sequence[Override]) -> list[str]:
+    """Fields of a group that is swept, as sweeps of one: Hydra composes once without the swept groups first."""
+    swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
+    found = []
+    for word, override in zip(prepared, parsed, strict=True):
+        mark, key, value = _split(word)
+        below = any(key.startswith(f"{group}.") for group in swept)
+        alone = below and "=" in word and not override.is_sweep_override()
+        found.append(f"{mark}{key}=choice({value})" if alone else word)
+    return found
+
+
+def _opened(word: str, open_keys: Collection[str]) -> str:
+    """Hydra adds a key to a mapping only when told to."""
+    mark, key, value = _split(word)
+    inside = any(key.startswith(f"{name}.") or (key == name and value.startswith("{")) for name in open_keys)
+    return f"++{word}" if inside and not mark and "=" in word else word
 
 
 def _split(word: str) -> tuple[str, str, str]:

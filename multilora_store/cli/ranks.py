@@ -32,6 +32,7 @@ def started_ranks(*, sharded: bool, device: str | None) -> Iterator[tuple[Ranks,
     """
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
 
     from multilora_store.distributed.agreement import world
 
@@ -49,7 +50,7 @@ def started_ranks(*, sharded: bool, device: str | None) -> Iterator[tuple[Ranks,
         if world_size() > 1:
             dist.init_process_group(backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield world(), chosen
     finally:

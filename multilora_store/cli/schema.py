@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009 - option() is dataclasses.field() with a line of documentation
 """The configuration of every command, typed once: names, types, defaults and one line on each.
 
 Hydra composes into these; `--help` and the documentation are written from them. `Any` stands where a plugin decides.
@@ -230,6 +231,9 @@ class MergeChoice:
     into: str = option(MISSING, "the name of the merged adapter")
     rank: int | None = option(None, "rank of the result; null: the strategy's own choice")
     seed: int = option(0, "seed of strategies that draw")
+    modules_to_save: Any = option("refuse", "modules trained in full: refuse, first, mean, an adapter, {module: rule}")
+    dtype: str | None = option(None, "dtype of the result; null: the one they share")
+    if_exists: str = option("error", "error, or version: add a version to `into`")
     params: Any = option({}, "the strategy's own parameters")
 
 
@@ -295,4 +299,6 @@ SCHEMAS: Final[Mapping[str, type[Common]]] = MappingProxyType(
 """Command -> its options."""
 
 for _verb, _schema in SCHEMAS.items():
-    ConfigStore.instance().store(group="options", name=_verb, node=_schema, package="_global_", provider="multilora_store")
+    ConfigStore.instance().store(
+        group="options", name=_verb, node=_schema, package="_global_", provider="multilora_store"
+    )

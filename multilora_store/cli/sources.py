@@ -21,7 +21,14 @@ from multilora_store.adapter import Ref, check_name, is_pattern
 from multilora_store.cli.choices import PluginChoices
 from multilora_store.errors import MultiLoRAError
 
-__all__ = ["AdapterChoices", "SearchPath", "adapter_of", "conf_folder", "configured_adapters", "register", "valid_choice"]
+__all__ = [
+    "AdapterChoices",
+    "SearchPath",
+    "adapter_of",
+    "conf_folder",
+    "configured_adapters",
+    "register",
+]
 
 _GROUP = "adapters"
 
@@ -45,15 +52,6 @@ def adapter_of(choice: str) -> str:
     return Ref.parse(choice).name
 
 
-def valid_choice(choice: str) -> bool:
-    """Whether `choice` can name an adapter of a store."""
-    try:
-        adapter_of(choice)
-    except MultiLoRAError:
-        return False
-    return True
-
-
 class AdapterChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no types
     """The group `adapters/` as any name that an adapter may have; composes to `{name: {source: ref}}`."""
 
@@ -74,7 +72,13 @@ class AdapterChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no type
     @staticmethod
     def _choice(config_path: str) -> str | None:
         group, slash, choice = config_path.removesuffix(".yaml").partition("/")
-        return choice if group == _GROUP and slash and valid_choice(choice) else None
+        if group != _GROUP or not slash:
+            return None
+        try:
+            adapter_of(choice)
+        except MultiLoRAError:
+            return None
+        return choice
 
     def available(self) -> bool:
         return True
@@ -107,7 +111,9 @@ class SearchPath(SearchPathPlugin):  # type: ignore[misc]  # hydra ships no type
 def configured_adapters() -> list[str]:
     """The adapters that have a config file in a folder that is searched now."""
     homes = [folder / _GROUP for folder in (*SearchPath.before, *SearchPath.behind)]
-    return sorted({path.relative_to(home).with_suffix("").as_posix() for home in homes for path in home.rglob("*.yaml")})
+    return sorted(
+        {path.relative_to(home).with_suffix("").as_posix() for home in homes for path in home.rglob("*.yaml")}
+    )
 
 
 def register(before: Sequence[Path], behind: Sequence[Path]) -> None:

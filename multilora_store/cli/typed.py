@@ -55,9 +55,9 @@ def plain(value: Any) -> dict[str, Any] | None:
 
 def _targets(node: Any, path: str = "") -> Iterator[str]:
     if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-        for key in node:
-            here = f"{path}.{key}" if path else str(key)
-            if str(key) == "_target_":
+        for key in map(str, node):
+            here = f"{path}.{key}" if path else key
+            if key == "_target_":
                 yield here
             if not OmegaConf.is_missing(node, key):
                 yield from _targets(node._get_node(key), here)

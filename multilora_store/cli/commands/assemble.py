@@ -76,7 +76,7 @@ def _intentions(lock: Lock, store: Store | None) -> Outcome:
     rows, documents = [], []
     for entry in lock:
         action = "create" if entry.fresh else "load"
-        document = {
+        described: dict[str, Any] = {
             "name": entry.name,
             "action": action,
             "source": entry.spec.source,
@@ -87,7 +87,7 @@ def _intentions(lock: Lock, store: Store | None) -> Outcome:
             "weight": entry.spec.weight,
             "dtype": entry.spec.dtype,
         }
-        documents.append(document)
+        documents.append(described)
         active = f"{entry.spec.weight:g}" if entry.spec.active else "-"
         train = "yes" if entry.spec.trainable else "-"
         rows.append((entry.name, action, entry.version or "-", active, train, entry.spec.source))
@@ -120,7 +120,7 @@ def _assembled(
 def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: str) -> Any:
     from multilora_store.assembly import assemble
 
-    base = build_base(plain(options.base))
+    base = build_base(plain(options.base), meta=device == "meta")
     if device not in {"cpu", "meta"}:
         base = base.to(device)
     chosen = plain(options.assembler)

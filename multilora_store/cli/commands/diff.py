@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from multilora_store.cli.documents import version_document
 from multilora_store.cli.outcome import Outcome, Table
 from multilora_store.cli.schema import DiffOptions
 from multilora_store.cli.stores import opened_store
 from multilora_store.cli.terminal import Terminal
+from multilora_store.errors import MergeError
+
+if TYPE_CHECKING:
+    from multilora_store.merging import Comparison
 
 __all__ = ["run"]
 
+_SHOWN: Final = 12
+
 
 def run(options: DiffOptions, terminal: Terminal) -> Outcome:
-    """Configuration fields and tensors that differ, with distances; exit code 3 if anything does."""
+    """Configuration, tensors, and the deltas of each module compared; exit code 3 if the contents differ."""
     store = opened_store(options, terminal)
     left, right = store.get(options.left), store.get(options.right)
-    fields = _fields(dict(left.config.raw), dict(right.config.raw))
-    tensors = _tensors(left, right)
     same = left.version.digest == right.version.digest
-    document = {
+    document: dict[str, Any] = {
         "store": store.url,
         "left": version_document(left.version),
         "right": version_document(right.version),
         "equal": same,
-        "config": fields,
-        "tensors": tensors,
+        "config": _fields(dict(left.config.raw), dict(right.config.raw)),
+        "tensors": _tensors(left.infos, right.infos),
+        "deltas": None,
     }
-    names = f"{left.version} and {right.version}"
     if same:
-        return Outcome(document=document, view=[f"{names} hold the same content"])
-    rows = [(key, _words(pair["left"]), _words(pair["right"])) for key, pair in fields.items()]
-    figures = [
-        (item["name"], item["state"], _figure(item.get("relative")), _figure(item.get("cosine"))) for item in tensors
-    ]
-    view: list[Table | str] = [
-        f"{names} differ",
-        Table(columns=("config", str(left.version), str(right.version)), rows=rows),
-        Table(columns=("tensor", "state", "distance#", "cosine#"), rows=figures),
-    ]
+        return Outcome(document=document, view=[f"{left.version} and {right.version} hold the same content"])
+    from multilora_store.merging import diff
+
+    view: list[Table | str] = [f"{left.version} and {right.version} differ", *_config_view(document["config"])]
+    try:
+        with terminal.waiting("comparing deltas"):
+            found = diff(store, str(left.version), str(right.version))
+    except MergeError as error:  # a kind of adapter whose delta cannot be formed: tensors are all there is to compare
+        view.append(f"deltas cannot be compared: {error.what}")
+        view += _tensor_view(document["tensors"])
+    else:
+        document["deltas"] = found.to_dict()
+        view += _delta_view(found)
     return Outcome(document=document, view=view, code=3)
 
 
@@ -55,34 +61,54 @@ def _fields(left: dict[str, Any], right: dict[str, Any]) -> dict[str, dict[str, 
     }
 
 
-def _tensors(left: Any, right: Any) -> list[dict[str, Any]]:
-    """Tensors that are not the same bytes: on one side only, of another shape, or with their relative distance."""
-    found: list[dict[str, Any]] = []
-    for name in sorted({*left.infos, *right.infos}):
-        one, other = left.infos.get(name), right.infos.get(name)
+def _tensors(left: Any, right: Any) -> list[dict[str, str]]:
+    """Tensors that are not the same bytes: on one side only, of another shape or dtype, or of other values."""
+    found = []
+    for name in sorted({*left, *right}):
+        one, other = left.get(name), right.get(name)
         if one is None or other is None:
             found.append({"name": name, "state": "only right" if one is None else "only left"})
-        elif one.shape != other.shape:
-            found.append({"name": name, "state": f"{list(one.shape)} / {list(other.shape)}"})
+        elif (one.shape, one.dtype) != (other.shape, other.dtype):
+            found.append({"name": name, "state": f"{one.dtype}{list(one.shape)} / {other.dtype}{list(other.shape)}"})
         elif one.sha256 != other.sha256:
-            found.append({"name": name, "state": "values", **_distance(left.tensors[name], right.tensors[name])})
+            found.append({"name": name, "state": "values"})
     return found
 
 
-def _distance(one: Any, other: Any) -> dict[str, float | None]:
-    """Distance relative to the left one's norm, and the cosine; None where a norm is zero."""
-    x, y = one.double().flatten(), other.double().flatten()
-    nx, ny, apart = float(x.norm()), float(y.norm()), float((x - y).norm())
-    cosine = float(x @ y) / (nx * ny) if nx and ny else None
-    relative = apart / nx if nx else None
-    return {
-        "relative": relative if relative is not None and math.isfinite(relative) else None,
-        "cosine": cosine if cosine is not None and math.isfinite(cosine) else None,
-    }
+def _config_view(fields: dict[str, dict[str, Any]]) -> list[Table | str]:
+    rows = [(key, _words(pair["left"]), _words(pair["right"])) for key, pair in fields.items()]
+    return [Table(columns=("config", "left", "right"), rows=rows)] if rows else []
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+def _tensor_view(tensors: list[dict[str, str]]) -> list[Table | str]:
+    rows = [(item["name"], item["state"]) for item in tensors]
+    return [Table(columns=("tensor", "state"), rows=rows[:_SHOWN]), *_more(len(rows), "tensors")]
+
+
+def _delta_view(found: Comparison) -> list[Table | str]:
+    """The modules that differ most, and the whole in one line."""
+    modules = sorted(found.modules, key=lambda item: -item.distance)
+    rows = [
+        (
+            item.path,
+            f"{item.norms[0]:.3g}",
+            f"{item.norms[1]:.3g}",
+            f"{item.distance:.3g}",
+            f"{item.cosine:+.3f}",
+            f"{item.overlap_in:.2f}",
+            f"{item.sign_conflict:.2f}",
+        )
+        for item in modules
+    ]
+    columns = ("module", "left#", "right#", "apart#", "cosine#", "overlap#", "signs#")
+    only = [f"only in {side}: {', '.join(paths)}" for side, paths in zip(found.names, found.only, strict=True) if paths]
+    whole = f"cosine of the deltas {found.cosine:+.4f}, signs in conflict {found.sign_conflict:.1%}"
+    table = Table(columns=columns, rows=rows[:_SHOWN])
+    return [table, *_more(len(rows), "modules"), *only, whole]
+
+
+def _more(count: int, noun: str) -> list[str]:
+    return [f"and {count - _SHOWN} {noun} more; output=json lists all"] if count > _SHOWN else []
 
 
 def _words(value: Any) -> str:

@@ -57,5 +57,5 @@ def _change(change: Any) -> str:
         return f"{change.verb} {name}@{short(identity)}"
     if identity:
         return f"{change.verb} {identity}"
-    inner = getattr(change, "changes", None) or getattr(change, "directories", ())
+    inner: Any = getattr(change, "changes", None) or getattr(change, "directories", ())
     return f"{change.verb} ({len(inner)})"
