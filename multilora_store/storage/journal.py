@@ -109,6 +109,18 @@ class Journal:
         self._remember(state)
         return state
 
+    def peek(self) -> Entry | None:
+        """The newest entry in two round trips, whatever the store's size; None where only a walk would tell."""
+        if self.marker.single_writer:
+            return None
+        hint = self._read_hint()
+        if hint is None:
+            return None
+        data, after = self._read_all([entry_key(hint.seq), entry_key(hint.seq + 1)])
+        if data is None or after is not None or sha256(data) != hint.digest:
+            return None
+        return Entry.from_bytes(data, f"{self.blobs.url}/{entry_key(hint.seq)}", hint.seq)
+
     def state_at(self, seq: int) -> State:
         """The state after entry `seq` of the past, folded from the nearest checkpoint before it."""
         state = self._read_checkpoint(seq // CHECKPOINT_EVERY * CHECKPOINT_EVERY)
@@ -292,7 +304,7 @@ class Journal:
             checkpoints = sorted({found.seq for found in keys if found and found.checkpoint}, reverse=True)
         else:
             checkpoints = [hinted.checkpoint] if hinted.checkpoint else []
-            ahead = min(hinted.seq - hinted.checkpoint + 1, CHECKPOINT_EVERY + 1)
+            ahead = max(1, min(hinted.seq - hinted.checkpoint + 1, CHECKPOINT_EVERY + 1))
         for seq in checkpoints:
             state = self._read_checkpoint(seq)
             if state is not None:
