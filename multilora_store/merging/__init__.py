@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from multilora_store.merging.adapters import Merged, merge_adapters
+from multilora_store.merging.base_merge import BaseMergeReport, export_merged
 from multilora_store.merging.compare import Comparison, compare, diff
 from multilora_store.merging.merge import MergeResult, merge
 from multilora_store.merging.source import MergeSource
 from multilora_store.merging.strategy import Strategy, strategy
 
 __all__ = [
+    "BaseMergeReport",
     "Comparison",
     "MergeResult",
     "MergeSource",
@@ -16,6 +18,7 @@ __all__ = [
     "Strategy",
     "compare",
     "diff",
+    "export_merged",
     "merge",
     "merge_adapters",
     "strategy",

@@ -124,7 +124,7 @@ def merge_adapters(
     recipe = _recipe(ordered, settings, rank, decided)
     notes = _notes(sources, decided)
     if dry_run:
-        return _dry_run(plans, settings, workers, recipe, notes, started)
+        return _dry_run([source for source, _ in ordered], plans, settings, workers, recipe, notes, started)
     results = _run(plans, settings, workers)
     _check_not_zero(chosen, results)
     tensors = {name: tensor for result in results for name, tensor in result.tensors.items()}
@@ -228,6 +228,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _dry_run(
+    sources: Sequence[MergeSource],
     plans: Sequence[ModulePlan],
     settings: Settings,
     workers: int,
@@ -249,9 +250,7 @@ def _dry_run(
         bytes=sum(plan.pair.groups * plan.rank * sum(plan.pair.shape) * item for plan in plans),
         sampled=len(plans),
     )
-    config = merged_config(
-        [member.source for member in plans[0].members], plans, {p.path: p.rank for p in plans}, bias=settings.bias
-    )
+    config = merged_config(sources, plans, {plan.path: plan.rank for plan in plans}, bias=settings.bias)
     return Merged(config=config, tensors={}, report=report, recipe=recipe)
 
 
