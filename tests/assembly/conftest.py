@@ -107,7 +107,9 @@ def seeded(kind: Callable[[], nn.Module], seed: int = 0) -> Any:
         return kind().eval()
 
 
-def made_by_peft(base: nn.Module, fields: Mapping[str, Any], seed: int) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
+def made_by_peft(
+    base: nn.Module, fields: Mapping[str, Any], seed: int
+) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
     """An adapter as PEFT would save it, every tensor of it random and non-zero."""
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

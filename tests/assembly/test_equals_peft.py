@@ -71,7 +71,16 @@ def check_equal(ours: PeftModel, theirs: PeftModel, names: list[str], example: t
     assert [path for path, _ in ours.named_modules()] == [path for path, _ in theirs.named_modules()]
     for layer, other in zip(ours.modules(), theirs.modules(), strict=True):
         assert type(layer) is type(other)
-        for book in ("r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias", "in_features", "out_features"):
+        for book in (
+            "r",
+            "lora_alpha",
+            "scaling",
+            "use_rslora",
+            "use_dora",
+            "lora_bias",
+            "in_features",
+            "out_features",
+        ):
             assert getattr(layer, book, None) == getattr(other, book, None) or book == "scaling"
     for active in [*([name] for name in names), names[:2]]:
         if any(_several_copies(theirs, active)):
@@ -168,7 +177,11 @@ def test_on_a_transformers_model(store: Store) -> None:
     base = seeded(lambda: LlamaForCausalLM(config))
     shared = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "v_proj"]}
     for seed, (name, fields) in enumerate(
-        {"a": shared, "b": {**shared, "layers_to_transform": [1]}, "c": {**shared, "target_modules": "all-linear"}}.items()
+        {
+            "a": shared,
+            "b": {**shared, "layers_to_transform": [1]},
+            "c": {**shared, "target_modules": "all-linear"},
+        }.items()
     ):
         adapter, tensors = made_by_peft(base, fields, seed)
         store.put(name, tensors, adapter)
