@@ -100,7 +100,7 @@ class SearchPath(SearchPathPlugin):  # type: ignore[misc]  # hydra ships no type
     behind: tuple[Path, ...] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in reversed(self.before):
+        for folder in self.before:  # each goes right before ours, so the first stays ahead
             search_path.prepend("command-line", f"file://{folder}", anchor=SearchPathQuery(provider="main"))
         for folder in self.behind:
             search_path.append("demo", f"file://{folder}")

@@ -131,13 +131,17 @@ def _print_table(table: Table) -> None:
 
 
 def _print_rich(table: Table) -> None:
-    from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
 
     drawn = RichTable(
-        box=box.SIMPLE_HEAD, title=table.title or None, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False
+        box=None,
+        title=table.title or None,
+        title_justify="left",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        collapse_padding=True,
     )
     for head in table.heads():
         drawn.add_column(head.head, justify="right" if head.figures else "left", overflow="fold")

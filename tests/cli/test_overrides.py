@@ -1,0 +1,208 @@
+"""Every row of what Hydra does with a typed line: what works, what the door makes work, what gets a one-line answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from multilora_store.cli.overrides import prepare, quoted
+
+Run = Callable[[str], Any]
+
+
+def composed(run: Run, line: str) -> Any:
+    result = run(f"assemble --cfg job {line}")
+    assert result.code == 0, result.err
+    return yaml.safe_load(result.out)
+
+
+def refused(run: Run, line: str) -> str:
+    result = run(line)
+    assert result.code == 2, result.out + result.err
+    assert "Traceback" not in result.err
+    assert len(result.err.splitlines()) <= 4
+    assert max(map(len, result.err.splitlines())) < 600
+    return result.err
+
+
+@pytest.mark.parametrize("line", ["'+adapters=[a,b]'", "'adapters=[a,b]'", "+adapters=a"])
+def test_adapters_are_chosen_with_and_without_plus_and_singly(run: Run, line: str) -> None:
+    """Case 55: several options of one group all count."""
+    assert list(composed(run, line)["adapters"]) == (["a"] if line == "+adapters=a" else ["a", "b"])
+
+
+def test_the_order_of_choice_is_the_order_of_the_set(run: Run) -> None:
+    assert list(composed(run, "'+adapters=[c,a,b]'")["adapters"]) == ["c", "a", "b"]
+
+
+def test_a_store_s_adapter_needs_no_file(run: Run, store: str) -> None:
+    adapters = composed(run, f"'+adapters=[x,y1@best,team/zh,z@2026-11-30T12:00:00Z,\"team/*\"]' store={store}")[
+        "adapters"
+    ]
+    assert {name: entry["source"] for name, entry in adapters.items()} == {
+        "x": "x",
+        "y1": "y1@best",
+        "team/zh": "team/zh",
+        "z": "z@2026-11-30T12:00:00Z",
+        "team/*": "team/*",
+    }
+
+
+def test_one_field_of_one_adapter_is_overridden(run: Run) -> None:
+    """Case 125: adapters.a.weight=.3 changes only a."""
+    adapters = composed(run, "'+adapters=[a,b]' adapters.a.weight=.3 adapters.b.source=b@best")["adapters"]
+    assert (adapters["a"]["weight"], adapters["b"]["weight"]) == (0.3, 1.0)
+    assert (adapters["a"]["source"], adapters["b"]["source"]) == ("a@latest", "b@best")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'+adapters={x: {source: \"s3://b/c\", trainable: true}}'",
+        "+adapters.x.source=s3://b/c +adapters.x.trainable=true",
+        "'+adapters.x={source: \"s3://b/c\", trainable: true}'",
+    ],
+)
+def test_inline_entries_in_every_spelling(run: Run, line: str) -> None:
+    entry = composed(run, line)["adapters"]["x"]
+    assert (entry["source"], entry["trainable"], entry["weight"]) == ("s3://b/c", True, 1.0)
+
+
+def test_a_source_with_odd_characters_is_quoted_by_the_door(run: Run) -> None:
+    adapters = composed(run, "'+adapters.x.source=s3://b/c?versionId=1#x' '+adapters.z1.source=./数据/a b;c'")[
+        "adapters"
+    ]
+    assert adapters["x"]["source"] == "s3://b/c?versionId=1#x"
+    assert adapters["z1"]["source"] == "./数据/a b;c"
+
+
+def test_names_with_slashes_and_dots_take_overrides(run: Run) -> None:
+    adapters = composed(run, "'+adapters=[team/a,v1.5]' adapters.team/a.weight=0.3 adapters.v1.5.trainable=true")[
+        "adapters"
+    ]
+    assert adapters["team/a"]["weight"] == 0.3
+    assert adapters["v1.5"]["trainable"] is True
+    assert list(adapters) == ["team/a", "v1.5"]
+
+
+def test_an_override_never_brings_an_adapter_in(run: Run) -> None:
+    for line in ("adapters.team/q.weight=1", "adapters.q.weight=1", "adapters.q.config.r=4"):
+        assert "is not in the set" in refused(run, f"assemble '+adapters=[a,b]' {line}")
+
+
+@pytest.mark.parametrize("line", ["adapters.x.config.r=8", "'adapters.x.config={r: 8}'"])
+def test_config_fields_are_added_to_an_entry_without_config(run: Run, store: str, line: str) -> None:
+    assert composed(run, f"'+adapters=[x]' store={store} {line}")["adapters"]["x"]["config"] == {"r": 8}
+
+
+def test_one_config_field_of_a_file_is_changed_alone(run: Run) -> None:
+    config = composed(run, "'+adapters=[a]' adapters.a.config.r=2")["adapters"]["a"]["config"]
+    assert config == {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.mark.parametrize("name", ["1", "true", "null", "1e5", "1.5", "[a]"])
+def test_names_that_hydra_reads_as_something_else_are_refused(run: Run, name: str) -> None:
+    assert "is not allowed" in refused(run, f"assemble '+adapters=[{name}]'")
+
+
+@pytest.mark.parametrize("name", ["'1'", "no", "on", "y", "0x1f", "latest", "2026-11-30", "a--b", "a.", "con", "../x"])
+def test_names_that_yaml_or_a_disk_would_misread_are_refused(run: Run, name: str) -> None:
+    assert "is not allowed" in refused(run, f'assemble "+adapters=[{name}]"')
+
+
+def test_a_name_chosen_twice_is_refused(run: Run) -> None:
+    assert "name it once" in refused(run, "assemble '+adapters=[a,a]'")
+    words = refused(run, "assemble '+adapters=[a@v1234,a@v5678]'")
+    assert "'+adapters={a1: {source: a@v1234}, a2: {source: a@v5678}}'" in words
+
+
+def test_the_remedy_for_two_versions_of_one_name_works(run: Run) -> None:
+    adapters = composed(run, "'+adapters={a1: {source: a@v1234}, a2: {source: a@v5678}}'")["adapters"]
+    assert [entry["source"] for entry in adapters.values()] == ["a@v1234", "a@v5678"]
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("'+adapters=[a b]'", "+adapters=[a,b]"),
+        ("+adapters=a,b", "+adapters=[a,b]"),
+        ("'+adapters=[a;b]'", "quote"),
+        ("'+adapters=a b'", "+adapters=[a,b]"),
+    ],
+)
+def test_only_the_documented_separator_passes(run: Run, line: str, remedy: str) -> None:
+    """Case 96: a list is [a,b]; other separators are refused with the right spelling."""
+    assert remedy in refused(run, f"assemble {line}")
+
+
+def test_a_path_is_not_a_name(run: Run) -> None:
+    assert "source" in refused(run, "assemble '+adapters=[/data/a]'")
+
+
+def test_a_date_in_braces_is_explained(run: Run) -> None:
+    assert "a@2026-11-30" in refused(run, "assemble '+adapters=[a@{2026-11-30}]'")
+
+
+@pytest.mark.parametrize(
+    "value", ["/x/~y", "/x;y", "/x#y", "/x!y", "/x<y", "/x(y", "/x=y", "/数据", "123", "a'b", "~/s"]
+)
+def test_known_strings_are_quoted_for_hydra(run: Run, value: str) -> None:
+    import shlex
+
+    config = composed(run, f"+adapters=a base=demo {shlex.quote('store.url=' + value)}")
+    assert config["store"]["url"] == value
+
+
+def test_an_unknown_key_with_odd_characters_says_to_quote(run: Run) -> None:
+    assert "quote values" in refused(run, "assemble 'plugins.strict=a;b'")
+
+
+@pytest.mark.parametrize("text", ["a'b", "a\\'b", "", "a\\\\'", "a\\b"])
+def test_quoting_survives_hydra_s_grammar(text: str) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert OverridesParser.create().parse_override(f"x={quoted(text)}").value() == text
+
+
+def test_a_field_that_is_no_field_lists_the_fields(run: Run) -> None:
+    assert "did you mean weight" in refused(run, "assemble '+adapters=[a]' adapters.a.wieght=1")
+
+
+def test_an_unknown_option_names_the_nearest(run: Run) -> None:
+    assert "did you mean store.url" in refused(run, "assemble +adapters=a stor.url=/x")
+
+
+def test_a_wrong_type_is_named(run: Run) -> None:
+    assert "heavy" in refused(run, "assemble '+adapters=[a]' adapters.a.weight=heavy")
+    assert "seed" in refused(run, "assemble '+adapters=[a]' seed=lucky")
+
+
+def test_a_string_where_a_mapping_belongs(run: Run) -> None:
+    refused(run, "assemble '+adapters={x: s3}'")
+
+
+def test_nothing_in_a_manifest_is_instantiated(run: Run, here: Path) -> None:
+    """Case 59: _target_ in a manifest is refused, and nothing runs."""
+    for line in (
+        "assemble '+adapters={x: {_target_: os.mkdir, path: hacked}}'",
+        "assemble '+adapters={x: {source: a, config: {_target_: os.mkdir, path: hacked}}}' base=demo",
+    ):
+        assert "_target_" in refused(run, line)
+    assert list(here.iterdir()) == []
+
+
+def test_plus_on_a_group_that_has_a_default_says_so(run: Run, store: str) -> None:
+    refused(run, f"merge '+adapters=[a,b]' +merge=ties merge.into=ab store={store}")
+
+
+def test_the_empty_manifest(run: Run) -> None:
+    assert "the manifest is empty" in refused(run, "assemble")
+
+
+def test_prepare_leaves_what_needs_no_help() -> None:
+    words = ["+adapters=[a,b]", "store.url=/x", "output=json", "~store"]
+    assert prepare(words, text_keys={"store.url"}, multirun=False) == words
