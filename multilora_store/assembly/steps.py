@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
 from multilora_store.assembly.bridge.inject import Joining, add_adapters, empty_shell
 from multilora_store.assembly.bridge.record import Member, inside_name, record
 from multilora_store.assembly.bridge.state import active_adapters, set_active, set_flags
+from multilora_store.assembly.bridge.targets import places_of
 from multilora_store.assembly.bridge.tensors import Slot, slots
-from multilora_store.assembly.bridge.unwrap import unwrap
+from multilora_store.assembly.bridge.unwrap import innermost, unwrap
 from multilora_store.assembly.configs import lora_config
 from multilora_store.assembly.coverage import compare, renamed
 from multilora_store.assembly.fingerprint import BaseIdentity, identify, same_base
@@ -247,13 +250,18 @@ def inject(work: Assembly) -> None:
 def _ties(work: Assembly) -> list[str]:
     """A note where an adapter changes one or both ends of a tied pair: files hold two tensors, the base has one."""
     by_id: dict[int, list[str]] = {}
-    for path, module in unwrap(work.base).named_modules(remove_duplicate=False):
+    for place in places_of(innermost(work.peft)):
+        module: Any = place.module
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            module = module.original_module
+        elif isinstance(module, BaseTunerLayer):
+            module = module.get_base_layer()
         weight = module._parameters.get("weight")
         if weight is not None:
-            by_id.setdefault(id(weight), []).append(path.replace("base_model.model.", "").removesuffix(".base_layer"))
+            by_id.setdefault(id(weight), []).append(place.path)
     notes = []
     for paths in by_id.values():
-        ends = sorted({path.removesuffix(".original_module") for path in paths})
+        ends = sorted(paths)
         if len(ends) < 2:
             continue
         for adapter in work.adapters:

@@ -41,7 +41,7 @@ NAMES = ("mlp", "lora_A", "a", "a1", "q_proj", "team/x.v2", "train", "keys", "we
 
 def test_every_name_is_safe(toy: Toy, put: Put) -> None:
     """Case 38, 41: names of modules, prefixes of each other, words of PEFT and torch, dots and slashes."""
-    store = put(**dict.fromkeys(NAMES, {**QV, "modules_to_save": ["head"]}))
+    store = put(**{name: {**QV, "modules_to_save": ["head"]} for name in NAMES})
     stored = {name: dict(store.get(name).tensors) for name in NAMES}
     model = assemble(toy, {name: {"active": False} for name in NAMES}, store=store)
     assert adapter_names(model) == NAMES
@@ -99,7 +99,7 @@ def test_a_base_module_called_module_keeps_its_name(put: Put) -> None:
 
     base = seeded(Odd)
     model = assemble(base, {"a": {"if_missing": "init", "config": {"r": 2, "target_modules": ["module.0"]}}})
-    assert list(adapter_parameters(model, "a"))[0] == "base_model.model.module.0.lora_A.weight"
+    assert next(iter(adapter_parameters(model, "a"))) == "base_model.model.module.0.lora_A.weight"
 
 
 def test_modules_for_wrapping_hold_all_that_can_be_wrapped(toy: Toy, put: Put) -> None:
@@ -197,7 +197,7 @@ def test_several_copies_of_one_module_are_refused(toy: Toy, put: Put) -> None:
 def test_merged_layers_are_refused(toy: Toy, put: Put) -> None:
     model = assemble(toy, {"a": {}, "b": {"active": False}}, store=put(a=Q, b=Q))
     model.merge_adapter()
-    with pytest.raises(UnsupportedError, match="merged into layers.0.q_proj"):
+    with pytest.raises(UnsupportedError, match=r"merged into layers\.0\.q_proj"):
         set_active(model, {"b": 1.0})
     model.unmerge_adapter()
     set_active(model, {"b": 1.0})

@@ -73,9 +73,13 @@ def _add_plain(layer: Any, inside: str, rank: int, alpha: float, config: LoraCon
     layer.use_rslora[inside] = config.use_rslora
     layer.use_dora[inside] = False
     layer.lora_bias[inside] = config.lora_bias
-    dropout = nn.Dropout(p=config.lora_dropout) if config.lora_dropout > 0.0 else _stamp(nn.Identity)
+    training = layer.training
+    if config.lora_dropout > 0.0:
+        dropout: nn.Module = nn.Dropout(p=config.lora_dropout)
+        dropout.training = training
+    else:
+        dropout = _stamp(nn.Identity, training=training)
     layer.lora_dropout._modules[inside] = dropout
-    dropout.training = layer.training
     if isinstance(layer, lora.Embedding):
         if config.lora_bias:
             raise ValueError("lora_bias=True is not supported for Embedding.")
@@ -86,8 +90,7 @@ def _add_plain(layer: Any, inside: str, rank: int, alpha: float, config: LoraCon
         (layer.lora_A, layer.in_features, rank, False),
         (layer.lora_B, rank, layer.out_features, config.lora_bias),
     ):
-        factor = _stamp(nn.Linear)
-        factor.in_features, factor.out_features, factor.training = inputs, outputs, layer.training
+        factor = _stamp(nn.Linear, in_features=inputs, out_features=outputs, training=training)
         factor._parameters["weight"] = _empty(outputs, inputs)
         factor._parameters["bias"] = _empty(outputs) if bias else None
         holder._modules[inside] = factor
@@ -101,7 +104,7 @@ def _template(linear: bool) -> tuple[dict[str, Any], tuple[tuple[str, type], ...
     return values, tuple(containers.items())
 
 
-def _stamp(kind: type[nn.Linear] | type[nn.Identity]) -> Any:
+def _stamp(kind: type[nn.Linear] | type[nn.Identity], **attributes: Any) -> Any:
     """A fresh, empty module of `kind`: what its constructor leaves, at a tenth of the time and without an init."""
     values, containers = _template(kind is nn.Linear)
     module = kind.__new__(kind)
@@ -109,6 +112,7 @@ def _stamp(kind: type[nn.Linear] | type[nn.Identity]) -> Any:
     state.update(values)
     for name, container in containers:
         state[name] = container()
+    state.update(attributes)
     return module
 
 

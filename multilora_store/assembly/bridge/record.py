@@ -13,7 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig, module_name, name_from_module
-from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap, walk
+from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap
 from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec
 
@@ -174,16 +174,21 @@ def _follow(peft: PeftModel, found: AssemblyRecord) -> None:
 
 
 def _scan(base: nn.Module) -> list[Site]:
+    """The PEFT layers of `base`, without a walk through what they hold for each adapter."""
     sites: list[Site] = []
-    saved: list[str] = []
-    for path, module in walk(base):
-        if any(path.startswith(prefix) for prefix in saved):
-            continue
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            saved.append(f"{path}.")
+
+    def descend(path: str, module: nn.Module) -> None:
+        module = unwrap(module)
+        children = module._modules
+        if isinstance(module, (AuxiliaryTrainingWrapper, BaseTunerLayer)):
             sites.append(Site(path, module, tuple(_containers(module))))
-        elif isinstance(module, BaseTunerLayer):
-            sites.append(Site(path, module, tuple(_containers(module))))
+            wrapped = isinstance(module, BaseTunerLayer) and "base_layer" in children
+            children = {"base_layer": children["base_layer"]} if wrapped else {}
+        for name, child in children.items():
+            if child is not None:
+                descend(f"{path}.{name}" if path else name, child)
+
+    descend("", base)
     return sites
 
 
