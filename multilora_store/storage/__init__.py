@@ -8,6 +8,7 @@ from multilora_store.storage.puts import StagedPut
 from multilora_store.storage.snapshots import SnapshotDraft, new_snapshot_id
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.store import Commit, Store, StoredAdapter, open_store
+from multilora_store.storage.sync import SyncReport, sync
 from multilora_store.storage.verify import Finding, VerifyReport
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "State",
     "Store",
     "StoredAdapter",
+    "SyncReport",
     "VerifyReport",
     "Version",
     "export_adapter",
@@ -29,4 +31,5 @@ __all__ = [
     "new_snapshot_id",
     "open_store",
     "read_peft_dir",
+    "sync",
 ]

@@ -288,18 +288,46 @@ class Purge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where an import came from: a store, and the entry that its state was read at."""
+    """Where an import came from: a store, and the entry that its state was read at.
+
+    Attributes:
+        store: The other store's id.
+        seq: Its entry.
+        digest: That entry's digest.
+        scope: Which part was taken over, as a digest of the selection; empty: everything.
+        delete: Whether deletions were taken over as well.
+        at: The entry of this store that took it over; known once that entry is folded.
+    """
 
     store: str
     seq: int
     digest: str
+    scope: str = ""
+    delete: bool = False
+    at: int = 0
+
+    @property
+    def key(self) -> str:
+        """What a state keeps the newest origin under: the store and the scope."""
+        return f"{self.store}/{self.scope}" if self.scope else self.store
 
     def to_json(self) -> dict[str, Any]:
-        return {"store": self.store, "seq": self.seq, "digest": self.digest}
+        optional = {"scope": self.scope, "delete": self.delete, "at": self.at}
+        return {
+            "store": self.store, "seq": self.seq, "digest": self.digest,
+            **{key: value for key, value in optional.items() if value},
+        }  # fmt: skip
 
     @classmethod
     def read(cls, fields: Fields) -> Origin:
-        return cls(store=fields.text("store", longest=64), seq=fields.whole("seq"), digest=fields.digest("digest"))
+        return cls(
+            store=fields.text("store", longest=64),
+            seq=fields.whole("seq"),
+            digest=fields.digest("digest"),
+            scope=fields.text("scope", default="", longest=64),
+            delete=fields.flag("delete", default=False),
+            at=fields.whole("at", default=0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,9 +144,9 @@ def gc(store: Store, *, grace: timedelta = DAY, dry_run: bool = False) -> GcRepo
     _remove(store.blobs, free)
     if isinstance(store.blobs, LocalBlobs):
         store.blobs.sweep(now - max(grace, _WRITE))
-    freed = {d.path for d in free}
+    removed = {d.path for d in free}
     return GcReport(
-        purged=plan.purge, freed=tuple(free), kept=tuple(d for d in final.keep if d.path not in freed),
+        purged=plan.purge, freed=tuple(free), kept=tuple(d for d in final.keep if d.path not in removed),
         seq=None if done.entry is None else done.entry.seq, dry_run=False,
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Final
@@ -24,6 +24,7 @@ from multilora_store.storage.changes import (
     TakeSnapshot,
     Untag,
     check_directory,
+    check_snapshot_id,
 )
 from multilora_store.storage.records import Fields, dump, parse, time_text
 
@@ -152,8 +153,9 @@ class State:
         adapters: Every adapter that ever was, by name; one whose versions are all deleted has none.
         snapshots: Live snapshots by id, oldest first.
         deleted: Tombstones by (name, version id); a new put of the version removes its own.
+        dropped: Snapshots that were dropped, by the entry that did.
         purged: Directories by the entry that purged them.
-        origins: By another store's id, the point of its journal up to which this store has taken over.
+        origins: By another store's id (and scope), the point of its journal up to which this store has taken over.
     """
 
     store_id: str
@@ -163,6 +165,7 @@ class State:
     adapters: Mapping[str, AdapterState] = field(default_factory=dict)
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
     deleted: Mapping[tuple[str, str], Tombstone] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
     purged: Mapping[str, int] = field(default_factory=dict)
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
@@ -207,7 +210,8 @@ class State:
         return dump({
             "state_format": STATE_FORMAT, "store": self.store_id, "seq": self.seq, "digest": self.digest,
             "time": time_text(self.time), "adapters": adapters, "snapshots": snapshots, "deleted": deleted,
-            "purged": dict(self.purged), "origins": [o.to_json() for _, o in sorted(self.origins.items())],
+            "dropped": dict(self.dropped), "purged": dict(self.purged),
+            "origins": [o.to_json() for _, o in sorted(self.origins.items())],
         })  # fmt: skip
 
     @classmethod
@@ -231,6 +235,7 @@ class State:
             )
             for row in fields.rows("deleted")
         }
+        dropped = Fields(fields.mapping("dropped"), f"{where} dropped")
         purged = Fields(fields.mapping("purged"), f"{where} purged")
         return cls(
             store_id=fields.text("store", longest=64),
@@ -240,8 +245,9 @@ class State:
             adapters={check_name(name): _read_adapter(name, row) for name, row in fields.inners("adapters").items()},
             snapshots={snapshot.id: snapshot for snapshot in snapshots},
             deleted=deleted,
+            dropped={check_snapshot_id(identity): dropped.whole(identity) for identity in dropped.data},
             purged={check_directory(path): purged.whole(path) for path in purged.data},
-            origins={origin.store: origin for origin in origins},
+            origins={origin.key: origin for origin in origins},
         )
 
 
@@ -287,6 +293,7 @@ class Fold:
         self._opened: dict[str, tuple[dict[str, Version], dict[str, str]]] = {}
         self._snapshots = dict(state.snapshots)
         self._deleted = dict(state.deleted)
+        self._dropped = dict(state.dropped)
         self._purged = dict(state.purged)
         self._origins = dict(state.origins)
 
@@ -311,14 +318,16 @@ class Fold:
                     id=change.id, step=change.step, seq=seq, time=time,
                     adapters=change.adapters, metadata=change.metadata, files=change.files,
                 )  # fmt: skip
+                self._dropped.pop(change.id, None)
             case DropSnapshot():
-                self._snapshots.pop(change.id, None)
+                if self._snapshots.pop(change.id, None) is not None:
+                    self._dropped[change.id] = seq
             case Purge():
                 self._purged.update((directory, seq) for directory in change.directories)
             case Import():
                 for inner in change.changes:
                     self.apply(inner, seq, time)
-                self._origins[change.origin.store] = change.origin
+                self._origins[change.origin.key] = replace(change.origin, at=seq)
 
     def finish(self, seq: int, digest: str, time: datetime) -> State:
         """The state after entry `seq`, whose digest and time these are."""
@@ -327,7 +336,7 @@ class Fold:
         return State(
             store_id=self._base.store_id, seq=seq, digest=digest, time=time,
             adapters=self._adapters, snapshots=self._snapshots, deleted=self._deleted,
-            purged=self._purged, origins=self._origins,
+            dropped=self._dropped, purged=self._purged, origins=self._origins,
         )  # fmt: skip
 
     def _delete(self, change: Delete, seq: int) -> None:

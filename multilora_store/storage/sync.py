@@ -1,0 +1,410 @@
+"""sync: brings one store up to another by content, in one entry, files before the entry that names them.
+
+Both journals are folded and compared; nothing is decided by times, sizes or ETags. The import entry records
+the point of the source that it brings the target to, so that the next sync knows at two requests a side
+whether anything has happened since, and two stores that both moved on are a three-way decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from multilora_store.errors import (
+    ConflictError,
+    ProtectedError,
+    StorageError,
+    StoreNotFoundError,
+    UsageError,
+)
+from multilora_store.storage.blobs import Blobs
+from multilora_store.storage.changes import Change, Import, Origin
+from multilora_store.storage.journal import Journal
+from multilora_store.storage.records import dump
+from multilora_store.storage.state import State, Version
+from multilora_store.storage.store import Store, open_store
+from multilora_store.storage.sync_plan import Diverged, Selection, SyncPlan, common_origin, plan_sync
+from multilora_store.storage.transfer import Progress, Transfer, VanishedError, bound_directory
+
+__all__ = ["SyncReport", "sync"]
+
+MAX_DELETE: Final = 100
+JOBS: Final = 16
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What a sync did, or would do.
+
+    Attributes:
+        source, target: The URLs, free of secrets.
+        plan: The changes of the import entry.
+        seq: That entry; None if nothing was written.
+        contents: Versions whose files were copied (each content once).
+        files, nbytes: What was copied or, in a dry run, what versions and snapshots would come to.
+        resumed: Files that a killed sync had copied already.
+        seconds: How long it took.
+        dry_run: Whether nothing was written.
+    """
+
+    source: str
+    target: str
+    plan: SyncPlan
+    seq: int | None = None
+    contents: int = 0
+    files: int = 0
+    nbytes: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the target was up to date."""
+        return self.plan.empty
+
+    def to_json(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "source": self.source, "target": self.target, "seq": self.seq, "dry_run": self.dry_run,
+            "unchanged": self.unchanged, "versions": [str(version) for version in plan.puts],
+            "snapshots": [snapshot.id for snapshot in plan.snapshots],
+            "tags": [f"{tag.name}@{tag.tag} -> {tag.id}" for tag in plan.tags],
+            "untagged": [f"{tag.name}@{tag.tag}" for tag in plan.untags],
+            "deleted": [f"{gone.name}@{gone.id}" for gone in plan.deletes], "dropped": [d.id for d in plan.drops],
+            "diverged": list(plan.diverged), "kept": list(plan.kept), "contents": self.contents, "files": self.files,
+            "nbytes": self.nbytes, "resumed": self.resumed, "seconds": round(self.seconds, 3),
+        }  # fmt: skip
+
+
+def sync(
+    source: str | os.PathLike[str] | Store,
+    target: str | os.PathLike[str] | Store,
+    *,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    snapshot: str | None = None,
+    tags: Sequence[str] | None = None,
+    delete: bool = False,
+    max_delete: int = MAX_DELETE,
+    diverged: Diverged = "source",
+    dry_run: bool = False,
+    jobs: int = JOBS,
+    bandwidth: float | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> SyncReport:
+    """Brings `target` up to `source`; safe to kill at any moment, to repeat, and to run twice at once.
+
+    Args:
+        source: A store, its URL, or a folder of plain PEFT adapters, which are imported.
+        target: A store, its URL (it becomes one if it is none), or a folder of plain PEFT adapters, into which
+            the latest versions are exported.
+        include, exclude: Patterns of adapters.
+        snapshot: Takes just the set of one snapshot, with its files: `latest` or an id.
+        tags: Takes just the versions with a tag of these patterns.
+        delete: Also removes what the source has removed since it was taken over. What only the target ever had
+            stays, and so does what one of its tags or snapshots names.
+        max_delete: Refuses, before anything is done, to remove more versions and snapshots than that.
+        diverged: Whose `latest` and tags stay where both sides moved them: "source", "target", or "refuse".
+        dry_run: Only plans.
+        jobs: How many files are under way at a time.
+        bandwidth: Bytes a second; None: no limit.
+        progress: Called after each file.
+
+    Raises:
+        StoreNotFoundError: the source is neither a store nor a folder of adapters.
+        ProtectedError: more would be removed than `max_delete`.
+        ConflictError: the stores diverged and that is refused, or the source is not the one it was.
+        DamagedError: a file of the source is not what was stored; the target is as it was.
+        StorageError: one of the storages failed; repeat it, and what was copied is not copied again.
+    """
+    selection = Selection(
+        include=_patterns(include, "include"), exclude=_patterns(exclude, "exclude"),
+        tags=_patterns(tags or (), "tags"), snapshot=snapshot,
+    )  # fmt: skip
+    started = time.monotonic()
+    source, target = _opened(source), _opened(target)
+    if source.url == target.url:
+        raise UsageError(f"{source.url} is both source and target", remedy="give two roots")
+    plain = _plain_sync(source, target, selection, dry_run)
+    if plain is not None:
+        return plain
+    job = _Job(source, target, selection, delete, max_delete, diverged, jobs, bandwidth, progress)
+    report = job.report(SyncPlan()) if job.unchanged() else job.again_if_vanished(dry_run)
+    return replace(report, seconds=time.monotonic() - started, dry_run=dry_run)
+
+
+def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise UsageError(f"{what} is the string {given!r}", remedy=f"give a list: [{given!r}]")
+    return tuple(given)
+
+
+def _opened(store: str | os.PathLike[str] | Store) -> Store:
+    return store if isinstance(store, Store) else open_store(store)
+
+
+def _plain_sync(source: Store, target: Store, selection: Selection, dry_run: bool) -> SyncReport | None:
+    """A sync with a plain folder at one end; None: both ends are stores, or the target will be one."""
+    from multilora_store.storage import plain_sync
+
+    if not _is_store(source):
+        return plain_sync.import_folder(source.blobs, target, selection, dry_run=dry_run)
+    if not _is_store(target) and plain_sync.holds_adapters(target.blobs):
+        return plain_sync.export_folder(source, target.blobs, selection, dry_run=dry_run)
+    return None
+
+
+def _is_store(store: Store) -> bool:
+    try:
+        store.journal.marker  # noqa: B018
+    except StoreNotFoundError:
+        return False
+    return True
+
+
+@dataclass
+class _Job:
+    """One sync between two stores."""
+
+    source: Store
+    target: Store
+    selection: Selection
+    delete: bool
+    max_delete: int
+    diverged: Diverged
+    jobs: int
+    bandwidth: float | None
+    progress: Callable[[Progress], None] | None
+
+    def unchanged(self) -> bool:
+        """Whether the target's newest entry is the import of the source's newest; found without folding."""
+        if not _is_store(self.target):
+            return False
+        ours, theirs = _both(self.source.journal.peek, self.target.journal.peek)
+        if ours is None or theirs is None or len(theirs.changes) != 1:
+            return False
+        change = theirs.changes[0]
+        if not isinstance(change, Import) or not (change.origin.delete or not self.delete):
+            return False
+        found = change.origin
+        same = (found.store, found.digest) == (self.source.journal.marker.id, ours.digest)
+        return same and found.scope in ("", self.selection.scope)
+
+    def again_if_vanished(self, dry_run: bool) -> SyncReport:
+        """Syncs; where a gc of the source freed what was about to be copied, once more from the newest state."""
+        try:
+            return self.sync_once(dry_run)
+        except VanishedError as error:
+            log.info("syncing again from the newest state: %s", error.what)
+            return self.sync_once(dry_run)
+
+    def sync_once(self, dry_run: bool) -> SyncReport:
+        ours, theirs = _both(self.source.journal.state, self._target_state)
+        plan, since = self.plan(ours, theirs)
+        if dry_run:
+            return self._dry_report(plan, theirs)
+        if plan.empty and self._nothing_to_record(ours, theirs, since):
+            return self.report(plan)
+        self.target.journal.make_store()
+        return self._apply(ours)
+
+    def plan(self, ours: State, theirs: State) -> tuple[SyncPlan, Origin | None]:
+        """The plan, and the point up to which the target has taken over the source.
+
+        Raises:
+            ProtectedError: it removes more than `max_delete`.
+        """
+        since = self._since(ours, theirs)
+        plan = plan_sync(
+            ours, theirs, selection=self.selection, base=self._base(ours, theirs, since), since=since,
+            delete=self.delete, diverged=self.diverged, where=self.source.url,
+        )  # fmt: skip
+        if plan.removals > self.max_delete:
+            raise ProtectedError(
+                f"the sync would remove {plan.removals} versions and snapshots from {self.target.url}",
+                why=f"at most {self.max_delete} may go; nothing was done",
+                remedy="look at dry_run, then raise max_delete if that is what you want",
+                removals=plan.removals,
+            )
+        return plan, since
+
+    def _apply(self, ours: State) -> SyncReport:
+        note = _Note(self.target.blobs, self.source.journal.marker.id)
+        upload = _Upload(self, note)
+        made: list[SyncPlan] = []
+
+        def decide(theirs: State) -> list[Change]:
+            nonlocal ours
+            known = common_origin(theirs, ours.store_id, self.selection.scope)
+            if known is not None and known.seq > ours.seq:
+                ours = self.source.journal.state()  # another sync was here with a newer source
+            plan, since = self.plan(ours, theirs)
+            made.append(plan)
+            if plan.empty and self._nothing_to_record(ours, theirs, since):
+                return []
+            upload.bring(plan, theirs)
+            changes = plan.changes(lambda version: upload.place(version, theirs))
+            origin = Origin(
+                store=ours.store_id, seq=ours.seq, digest=ours.digest, scope=self.selection.scope, delete=self.delete
+            )
+            return [Import(origin=origin, changes=tuple(changes))]
+
+        done = self.target.journal.commit(decide)
+        note.remove()
+        return upload.counted(self.report(made[-1], None if done.entry is None else done.entry.seq))
+
+    def _since(self, ours: State, theirs: State) -> Origin | None:
+        since = common_origin(theirs, ours.store_id, self.selection.scope)
+        if ours.store_id == theirs.store_id:  # a copy of the source's files: their journals begin alike
+            shared = _shared_prefix(self.source.journal, self.target.journal, ours, theirs)
+            if since is None or shared.seq > since.seq:
+                since = shared
+        return since
+
+    def _base(self, ours: State, theirs: State, since: Origin | None) -> State | None:
+        """One of the stores as it was when both were last known to agree."""
+        back = common_origin(ours, theirs.store_id, "")
+        if since is None and back is None:
+            return None
+        if since is not None and (back is None or since.seq >= back.at):
+            return self._past(self.source.journal, ours, since)
+        assert back is not None
+        return self._past(self.target.journal, theirs, back)
+
+    def _past(self, journal: Journal, now: State, point: Origin) -> State:
+        if point.digest == now.digest:
+            return now
+        past = journal.state_at(point.seq) if point.seq <= now.seq else None
+        if past is None or past.digest != point.digest:
+            raise ConflictError(
+                f"{journal.blobs.url} is not what it was when the stores were synced",
+                why=f"its entry {point.seq} is {'gone' if past is None else 'another'}: it was restored or replaced",
+                remedy="sync into a new store, or restore the newer copy of the journal",
+                seq=point.seq,
+            )
+        return past
+
+    def _nothing_to_record(self, ours: State, theirs: State, since: Origin | None) -> bool:
+        """Whether an empty plan needs no entry: the point is known, or the source only took over the target."""
+        if since is None:
+            return not ours.seq
+        if self.delete and not since.delete:
+            return False
+        if since.seq == ours.seq:
+            return True
+        return all(
+            len(entry.changes) == 1
+            and isinstance(change := entry.changes[0], Import)
+            and change.origin.store == theirs.store_id
+            and not change.changes
+            for entry in self.source.journal.entries(since.seq + 1, ours.seq)
+        )
+
+    def _target_state(self) -> State:
+        return self.target.journal.state() if _is_store(self.target) else State(store_id="")
+
+    def _dry_report(self, plan: SyncPlan, theirs: State) -> SyncReport:
+        contents = plan.contents(theirs)
+        records = [record for snapshot in plan.snapshots for record in snapshot.files.values()]
+        return replace(
+            self.report(plan), contents=len(contents), files=3 * len(contents) + len(records),
+            nbytes=sum(v.nbytes for v in contents) + sum(record.size for record in records),
+        )  # fmt: skip
+
+    def report(self, plan: SyncPlan, seq: int | None = None) -> SyncReport:
+        return SyncReport(source=self.source.url, target=self.target.url, plan=plan, seq=seq)
+
+
+class _Upload:
+    """What one sync has copied so far; asked again, it copies only what is new or was purged meanwhile."""
+
+    def __init__(self, job: _Job, note: _Note) -> None:
+        self._job, self._note = job, note
+        self._placed: dict[str, tuple[str, str, int]] = {}
+        self._snapshots: set[str] = set()
+        self._transfer: Transfer | None = None
+
+    def bring(self, plan: SyncPlan, theirs: State) -> None:
+        """Copies the contents and the files of snapshots that `plan` needs and the target has not."""
+        versions: dict[str, Version] = {}
+        for version in plan.contents(theirs):
+            placed = self._placed.get(version.digest)
+            if placed is None or placed[0] in theirs.purged:
+                directory = bound_directory(theirs, version)
+                versions[directory] = version
+                self._placed[version.digest] = (directory, version.record, version.nbytes)
+        snapshots = [s for s in plan.snapshots if s.id not in self._snapshots and s.files]
+        if versions or snapshots:
+            self._running().run(versions, snapshots)
+            self._snapshots.update(snapshot.id for snapshot in snapshots)
+
+    def place(self, version: Version, theirs: State) -> tuple[str, str, int]:
+        """Where the content of `version` lies in the target."""
+        held = theirs.holding(version.digest)
+        return (held.directory, held.record, held.nbytes) if held else self._placed[version.digest]
+
+    def counted(self, report: SyncReport) -> SyncReport:
+        if self._transfer is None:
+            return report
+        done = self._transfer
+        return replace(report, contents=len(self._placed), files=done.files, nbytes=done.nbytes, resumed=done.resumed)
+
+    def _running(self) -> Transfer:
+        if self._transfer is None:
+            job = self._job
+            self._transfer = Transfer(
+                job.source.blobs, job.target.blobs, jobs=job.jobs, bandwidth=job.bandwidth,
+                present=self._note.take(), progress=job.progress,
+            )  # fmt: skip
+        return self._transfer
+
+
+class _Note:
+    """`sync/<source>.json` in the target: a sync is at work, or was killed and has left files to find again."""
+
+    def __init__(self, blobs: Blobs, source: str) -> None:
+        self._blobs, self._key, self._written = blobs, f"sync/{source}.json", False
+
+    def take(self) -> Mapping[str, int]:
+        """Sizes by key of what lies in the target, if an earlier sync did not finish; and notes this one."""
+        left: dict[str, int] = {}
+        if self._blobs.read(self._key) is not None:
+            left = {info.key: info.size for root in ("adapters/", "snapshots/") for info in self._blobs.list(root)}
+        self._blobs.write(self._key, dump({"format": 1}))
+        self._written = True
+        return left
+
+    def remove(self) -> None:
+        if not self._written:
+            return
+        try:
+            self._blobs.delete([self._key])
+        except StorageError as error:
+            log.debug("the note of a finished sync stays: %s", error.what)  # it costs the next one a listing
+
+
+def _both(left: Callable[[], Any], right: Callable[[], Any]) -> tuple[Any, Any]:
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(right)
+        return left(), other.result()
+
+
+def _shared_prefix(source: Journal, target: Journal, ours: State, theirs: State) -> Origin:
+    """The last entry that two journals of one store's copies have in common; halving, as each names the one before."""
+    low, high = 0, min(ours.seq, theirs.seq)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if source.entry(middle).digest == target.entry(middle).digest:
+            low = middle
+        else:
+            high = middle - 1
+    digest = source.entry(low).digest if low else source.marker.genesis
+    return Origin(store=ours.store_id, seq=low, digest=digest, at=low)
