@@ -131,7 +131,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._watch(subject):
+        with self.watch(subject):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -141,9 +141,13 @@ class Ranks:
         if self.size == 1:
             return made  # type: ignore[return-value]
         box: list[Any] = [made]
-        with self._watch(subject):
+        with self.watch(subject):
             dist.broadcast_object_list(box, src=self.members[0], group=self.group)
         return box[0]  # type: ignore[no-any-return]
+
+    def aside(self, purpose: str) -> Ranks:
+        """The same ranks on one more group, for a thread that must not mix its traffic with this one's."""
+        return self if self.size == 1 else _ranks(self.members, purpose)
 
     def barrier(self, subject: str) -> None:
         """Returns once every rank has come here."""
@@ -182,7 +186,7 @@ class Ranks:
         )
 
     def _reduce(self, subject: str, ballot: torch.Tensor) -> None:
-        with self._watch(subject) as turn:
+        with self.watch(subject) as turn:
             work = dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             limits = _patience
             if not _wait(work, limits.late):
@@ -198,7 +202,7 @@ class Ranks:
                     raise TimeoutError(f"no answer within {limits.fail:.0f} s")
 
     @contextlib.contextmanager
-    def _watch(self, subject: str) -> Iterator[int]:
+    def watch(self, subject: str) -> Iterator[int]:
         """Turns a broken or silent connection into an error that names who is gone; yields the turn's number."""
         turn = next(self._turns)
         try:
@@ -217,7 +221,8 @@ class Ranks:
 
     def _absent(self, turn: int, *, settle: float = 2.0) -> list[int]:
         """Members that do not report within `settle` seconds, by the store that the job started with."""
-        key = f"multilora_store/present/{_join(self.members)}/{turn}"
+        name = "" if self.group is None else self.group.group_name
+        key = f"multilora_store/present/{name}/{turn}"
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{key}/{self.members[self.rank]}", "here")
@@ -245,15 +250,15 @@ def ranks_of_mesh(mesh: Any) -> Ranks:
     return _ranks(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
 
 
-_groups: dict[tuple[int, tuple[int, ...]], tuple[dist.ProcessGroup, Ranks]] = {}
+_groups: dict[tuple[int, tuple[int, ...], str], tuple[dist.ProcessGroup, Ranks]] = {}
 
 
-def _ranks(members: tuple[int, ...]) -> Ranks:
-    """The control group of these members, made once per default process group."""
+def _ranks(members: tuple[int, ...], purpose: str = "agreement") -> Ranks:
+    """The control group of these members, made once per default process group and purpose."""
     if len(members) == 1:
         return Ranks(members=members)
     default = dist.distributed_c10d._get_default_group()
-    key = (id(default), members)
+    key = (id(default), members, purpose)
     if key in _groups and _groups[key][0] is default:
         return _groups[key][1]
     everyone = members == tuple(range(dist.get_world_size()))
@@ -262,7 +267,7 @@ def _ranks(members: tuple[int, ...]) -> Ranks:
         backend="gloo",
         timeout=timedelta(seconds=_patience.fail),
         use_local_synchronization=not everyone,
-        group_desc="multilora_store agreement",
+        group_desc=f"multilora_store {purpose}",
     )
     made = Ranks(members=members, group=group, rank=members.index(dist.get_rank()))
     for stale in [k for k, (kept, _) in _groups.items() if kept is not default]:

@@ -35,7 +35,6 @@ class Wrapping:
         units: The adapter units, in the order of wrapping.
         trainable: Names that could receive gradients when the wrap was done or at the last change through us.
         options: Keyword arguments that a unit attached later is wrapped with.
-        kept: Per adapter, what the last save or restore saw: (store URL, local digest, version).
     """
 
     backend: str
@@ -46,7 +45,6 @@ class Wrapping:
     units: list[Unit]
     trainable: frozenset[str]
     options: dict[str, Any] = field(default_factory=dict)
-    kept: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
 
 
 _wrappings: WeakKeyDictionary[nn.Module, Wrapping] = WeakKeyDictionary()

@@ -1,0 +1,413 @@
+"""Saving a whole set: every adapter to its owner, exact bytes, the owners upload, one rank commits once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, overload
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from multilora_store.adapter import storage_name
+from multilora_store.assembly.bridge import active_adapters, peft_model, record, trainable_adapters
+from multilora_store.distributed import optimizer as optimizers
+from multilora_store.distributed.agreement import Ranks
+from multilora_store.distributed.audit import checksum
+from multilora_store.distributed.exchange import Item, gather_to_owners
+from multilora_store.distributed.layout import AdapterLayout, describe_set, layouts
+from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
+from multilora_store.distributed.random import RANDOM_FILE, encode_random, random_state
+from multilora_store.distributed.sharded import ranks_of, reshard
+from multilora_store.errors import RankFailedError, StoreNotFoundError, UsageError
+from multilora_store.storage import Snapshot, SnapshotDraft, SnapshotMember, StagedPut, Store, Version
+
+__all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
+
+logger = logging.getLogger(__name__)
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What one owner receives whole, and what it does with it.
+
+    Args:
+        key: `adapter/<name>` or `optimizer/<name>`.
+        items: The tensors.
+        deliver: Uploads them; runs on the owner alone, on the host.
+    """
+
+    key: str
+    items: Sequence[Item]
+    deliver: Callable[[Mapping[str, torch.Tensor]], Any]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.layout.nbytes for item in self.items)
+
+
+@dataclass
+class _Job:
+    """One save on this rank: what stays the same through all of its rounds."""
+
+    store: Store
+    ranks: Ranks
+    snapshot_id: str
+    step: int | None
+    members: dict[str, SnapshotMember]
+    metadata: Mapping[str, Any]
+    tags: Sequence[str]
+    extra: Mapping[str, bytes]
+    state: dict[str, Any]
+    random: list[dict[str, bytes]]
+    known: dict[str, dict[str, Version]]
+    delivered: list[Any] = field(default_factory=list)
+
+
+class SaveHandle:
+    """A save that goes on in the background; exactly one is in flight, and a program's end waits for it."""
+
+    def __init__(self, work: Callable[[], Snapshot]) -> None:
+        self._snapshot: Snapshot | None = None
+        self._error: BaseException | None = None
+        self._told = False
+
+        def run() -> None:
+            try:
+                self._snapshot = work()
+            except BaseException as error:
+                self._error = error
+                logger.error("a save in the background failed: %s", error)  # result() raises it
+
+        self._thread = threading.Thread(target=run, name="multilora_store save", daemon=False)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has finished, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float | None = None) -> Snapshot:
+        """The snapshot, once it is committed.
+
+        Raises:
+            TimeoutError: it is not done within `timeout` seconds.
+            Exception: what made the save fail; the former snapshot is still there.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save is still running after {timeout} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        assert self._snapshot is not None
+        return self._snapshot
+
+
+_in_flight: SaveHandle | None = None
+_kept: WeakKeyDictionary[nn.Module, dict[str, tuple[str, str, Version]]] = WeakKeyDictionary()
+
+
+@overload
+def save(
+    model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
+    blocking: Literal[True] = ..., tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
+    extra: Mapping[str, bytes] | None = ..., budget: int = ...,
+) -> Snapshot: ...  # fmt: skip
+@overload
+def save(
+    model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
+    blocking: Literal[False], tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
+    extra: Mapping[str, bytes] | None = ..., budget: int = ...,
+) -> SaveHandle: ...  # fmt: skip
+def save(
+    model: nn.Module,
+    store: Store,
+    *,
+    step: int | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    blocking: bool = True,
+    tags: Sequence[str] = (),
+    metadata: Mapping[str, Any] | None = None,
+    extra: Mapping[str, bytes] | None = None,
+    budget: int = BUDGET,
+) -> Snapshot | SaveHandle:
+    """Saves every adapter of the model, whole, with one snapshot, in one commit; the same call on every rank.
+
+    Active or not, frozen or not; adapter bytes only, once, to the owners; unchanged adapters do not even travel.
+
+    Args:
+        model: Plain or under any wrapper; it is resharded first.
+        store: Where to; every rank must be able to reach it.
+        step: The training step, recorded with the versions and the snapshot.
+        optimizer: Its state per adapter is stored in the snapshot, with each rank's random state.
+        blocking: False: everything is copied to the host, and uploaded and committed in the background.
+        tags: Tags for every adapter's version, in the same commit.
+        metadata: Recorded in the snapshot.
+        extra: Files of the trainer's own (scheduler, data position), from the first rank, as `extra/<name>`.
+        budget: Bytes of adapters that an owner holds at a time.
+
+    Returns:
+        The snapshot, on every rank; with `blocking=False` a handle whose `result()` is that.
+
+    Raises:
+        UsageError: a tensor on meta, of zero size, or with NaN or infinity. Nothing was stored.
+        DisagreementError, RankFailedError: nothing was committed; the former snapshot stays the latest.
+    """
+    global _in_flight
+    if _in_flight is not None and not _in_flight._told:
+        _in_flight.result()
+    ranks = ranks_of(model)
+    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra)
+    if blocking:
+        for moved in _gathered(ranks, payloads, budget):
+            ranks.together("uploading adapters", lambda moved=moved: _deliver(job, moved))  # type: ignore[misc]
+        return _finish(model, job, fresh)
+    host = [one for moved in _gathered(ranks, payloads, budget) for one in moved]
+    background = replace(job, ranks=ranks.aside("background save"))
+
+    def publish() -> Snapshot:
+        background.ranks.together("uploading adapters", lambda: _deliver(background, host))
+        return _finish(model, background, fresh)
+
+    _in_flight = SaveHandle(publish)
+    return _in_flight
+
+
+def _prepare(
+    model: nn.Module,
+    store: Store,
+    ranks: Ranks,
+    step: int | None,
+    optimizer: torch.optim.Optimizer | None,
+    tags: Sequence[str],
+    metadata: Mapping[str, Any] | None,
+    extra: Mapping[str, bytes] | None,
+) -> tuple[_Job, list[Payload], dict[str, str]]:
+    """Everything that can be refused is looked at before a byte moves."""
+    held = ranks.together(
+        "save",
+        lambda: _checked(model),
+        facts=lambda held: {
+            "set": describe_set(model, held),
+            "step": step,
+            "store": store.url,
+            "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+            "tags": list(tags),
+        },
+    )
+    parts = optimizers.collect(optimizer, held, ranks) if optimizer is not None else {}
+    snapshot_id, known = ranks.from_first("save", lambda: (store.new_snapshot_id(), _known(store, held)))
+    fresh = {name: local_digest(adapter) for name, adapter in held.items()}
+    same = _unchanged(model, store, ranks, fresh, known)
+    active, trainable = active_adapters(model), trainable_adapters(model)
+    members = {
+        name: SnapshotMember(
+            active=name in active,
+            trainable=name in trainable,
+            weight=active.get(name, 1.0),
+            version=same[name].id if name in same else None,
+        )
+        for name in held
+    }
+    job = _Job(
+        store=store,
+        ranks=ranks,
+        snapshot_id=snapshot_id,
+        step=step,
+        members=members,
+        metadata=dict(metadata or {}),
+        tags=tuple(tags),
+        extra=dict(extra or {}),
+        state={"format": FORMAT, "world": ranks.size, "optimizer": type(optimizer).__name__ if optimizer else None},
+        random=ranks.share("random state", random_state()) if optimizer is not None else [],
+        known=known,
+    )
+    payloads = [_adapter_payload(job, model, held[name]) for name in held if name not in same]
+    if optimizer is not None:
+        payloads += [_optimizer_payload(job, parts[name], held[name], optimizer) for name in held]
+    return job, payloads, fresh
+
+
+def _known(store: Store, names: Iterable[str]) -> dict[str, dict[str, Version]]:
+    """The versions of these adapters that the store holds, by name and id; nothing where there is no store yet."""
+    try:
+        state = store.state()
+    except StoreNotFoundError:
+        return {}
+    return {name: {version.id: version for version in state.versions(name)} for name in names}
+
+
+def _checked(model: nn.Module) -> dict[str, AdapterLayout]:
+    reshard(model)
+    held = layouts(model)
+    if not held:
+        raise UsageError("the model carries no adapter to save")
+    for name, adapter in held.items():
+        if not adapter.tensors:
+            raise UsageError(f"adapter {name} has no tensors", why="its targets match nothing in this model")
+        for key, tensor in adapter.tensors.items():
+            layout = adapter.layouts[key]
+            if tensor.is_meta:
+                raise UsageError(
+                    f"adapter {name}: {key} is on the meta device: it has no values",
+                    remedy="restore() it first, or detach() it",
+                )
+            if layout.numel == 0:
+                raise UsageError(f"adapter {name}: {key} has zero size: {layout.shape}")
+            piece = layout.local(tensor)
+            if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
+                raise UsageError(
+                    f"adapter {name}: {key} holds NaN or infinity",
+                    why="an adapter with such values makes every output NaN",
+                    remedy="find the step at which training diverged; the last snapshot is untouched",
+                    name=name,
+                    tensor=key,
+                )
+    return held
+
+
+def local_digest(adapter: AdapterLayout) -> str:
+    """A digest of this rank's pieces of one adapter."""
+    total = hashlib.blake2b(repr(adapter.config.canonical()).encode(), digest_size=16)
+    for key, layout in adapter.layouts.items():
+        total.update(f"{key} {layout.shape} {layout.dim} {layout.bounds}".encode())
+        total.update(checksum(layout.local(adapter.tensors[key])).encode())
+    return total.hexdigest()
+
+
+def kept_versions(model: nn.Module) -> dict[str, tuple[str, str, Version]]:
+    """Name -> (store URL, local digest, version) as the last save or restore left it."""
+    return _kept.setdefault(peft_model(model), {})
+
+
+def _unchanged(
+    model: nn.Module, store: Store, ranks: Ranks, fresh: Mapping[str, str], known: Mapping[str, Mapping[str, Version]]
+) -> dict[str, Version]:
+    """Adapters whose pieces no rank has touched since they were a version that this store still holds."""
+    kept = kept_versions(model)
+    mine = [
+        name
+        for name, digest in fresh.items()
+        if name in kept and kept[name][:2] == (store.url, digest) and kept[name][2].id in known.get(name, {})
+    ]
+    everywhere = set(mine).intersection(*map(set, ranks.share("unchanged adapters", mine)))
+    return {name: kept[name][2] for name in fresh if name in everywhere}
+
+
+def _adapter_payload(job: _Job, model: nn.Module, adapter: AdapterLayout) -> Payload:
+    items = [Item(key, adapter.layouts[key], tensor) for key, tensor in adapter.tensors.items()]
+    parent = record(model).versions.get(adapter.name)
+    base = record(model).base.to_mapping()
+
+    def deliver(whole: Mapping[str, torch.Tensor]) -> StagedPut:
+        staged = job.store.stage(
+            adapter.name,
+            whole,
+            adapter.config,
+            parents=[parent] if parent is not None else [],
+            base=base,
+            step=job.step,
+            tags=job.tags,
+        )
+        return replace(staged, source=None)
+
+    return Payload(f"adapter/{adapter.name}", items, deliver)
+
+
+def _optimizer_payload(
+    job: _Job, part: optimizers.OptimizerPart, adapter: AdapterLayout, optimizer: torch.optim.Optimizer
+) -> Payload:
+    path = f"optimizer/{storage_name(adapter.name)}.safetensors"
+
+    def deliver(whole: Mapping[str, torch.Tensor]) -> tuple[str, Any]:
+        data = optimizers.encode(part, whole)
+        return path, job.store.stage_snapshot_file(job.snapshot_id, path, data)
+
+    return Payload(f"optimizer/{adapter.name}", list(optimizers.slots(part, adapter, optimizer)), deliver)
+
+
+def _gathered(
+    ranks: Ranks, payloads: Sequence[Payload], budget: int
+) -> Iterator[list[tuple[Payload, dict[str, torch.Tensor]]]]:
+    """Round by round: the payloads that this rank owns, whole, on the host."""
+    by_key = {payload.key: payload for payload in payloads}
+    sizes = {key: payload.nbytes for key, payload in by_key.items()}
+    owners = assign_owners(sizes, ranks.members)
+    me = ranks.members[ranks.rank]
+    for round_ in plan_rounds(owners, sizes, budget):
+        items = {
+            owner: [_labelled(item, key) for key in keys for item in by_key[key].items]
+            for owner, keys in round_.items()
+        }
+        group, members = group_of(items, ranks)
+        with ranks.watch("gathering adapters"):
+            whole = gather_to_owners(items, me, group, members)
+        yield [
+            (by_key[key], {item.label: whole.pop(f"{key}:{item.label}") for item in by_key[key].items})
+            for key in round_.get(me, ())
+        ]
+
+
+def _labelled(item: Item, key: str) -> Item:
+    """The item under a label that is unique in its round."""
+    return Item(f"{key}:{item.label}", item.layout, item.tensor)
+
+
+def group_of(items: Mapping[int, Sequence[Item]], ranks: Ranks) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+    for each in items.values():
+        for item in each:
+            if item.layout.group is not None:
+                return item.layout.group, item.layout.members
+    return None, ranks.members
+
+
+def _deliver(job: _Job, moved: Sequence[tuple[Payload, Mapping[str, torch.Tensor]]]) -> None:
+    for payload, whole in moved:
+        job.delivered.append(payload.deliver(whole))
+
+
+def _finish(model: nn.Module, job: _Job, fresh: Mapping[str, str]) -> Snapshot:
+    """One rank commits what all have uploaded; every rank learns what came of it."""
+    delivered = [one for theirs in job.ranks.share("what was uploaded", job.delivered) for one in theirs]
+    versions, snapshot = job.ranks.from_first("commit", lambda: _commit(job, delivered))
+    kept = kept_versions(model)
+    for name, version in versions.items():
+        kept[name] = (job.store.url, fresh[name], version)
+        record(model).member(name).version = version
+    return snapshot
+
+
+def _commit(job: _Job, delivered: Sequence[Any]) -> tuple[dict[str, Version], Snapshot]:
+    puts = {one.name: one for one in delivered if isinstance(one, StagedPut)}
+    files = dict(one for one in delivered if not isinstance(one, StagedPut))
+    members = dict(job.members)
+    missing = [name for name, member in members.items() if member.version is None and name not in puts]
+    if missing:
+        raise RankFailedError(f"no rank delivered adapter {', '.join(missing)}", adapters=missing)
+    for name, staged in list(puts.items()):
+        if staged.id in job.known.get(name, {}) and not staged.tags:
+            members[name] = replace(members[name], version=staged.id)  # the store holds this very version
+            del puts[name]
+        elif any(parent.endswith(staged.id) for parent in staged.put.parents):
+            puts[name] = replace(staged, put=replace(staged.put, parents=()))
+    extra = {f"extra/{name}": data for name, data in job.extra.items()}
+    if job.random:
+        extra[RANDOM_FILE] = encode_random(job.random)
+    extra["state.json"] = json.dumps(job.state, sort_keys=True).encode()
+    for path, data in extra.items():
+        files[path] = job.store.stage_snapshot_file(job.snapshot_id, path, data)
+    draft = SnapshotDraft(id=job.snapshot_id, step=job.step, adapters=members, metadata=job.metadata, files=files)
+    commit = job.store.commit(list(puts.values()), snapshot=draft)
+    assert commit.snapshot is not None
+    versions = {
+        name: commit.versions.get(name) or job.known[name][str(member.version)] for name, member in members.items()
+    }
+    return versions, commit.snapshot
