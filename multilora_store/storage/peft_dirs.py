@@ -320,7 +320,7 @@ def _canonical(tensors: Mapping[str, torch.Tensor], where: str) -> dict[str, tor
 
 def _read_pickle(folder: _Folder, stem: str, where: str, allow_pickle: bool) -> dict[str, torch.Tensor]:
     import io
-    import pickle
+    import warnings
 
     import torch
 
@@ -338,11 +338,13 @@ def _read_pickle(folder: _Folder, stem: str, where: str, allow_pickle: bool) -> 
             path=where,
         )
     try:
-        loaded: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the protocol of a pickle that the next line refuses anyway
+            loaded: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # hostile bytes make the unpickler raise anything at all
         raise DamagedError(
             f"{where}/{PICKLE_FILE} cannot be read with weights-only loading",
-            why=str(error).splitlines()[0][:300],
+            why=(str(error) or type(error).__name__).splitlines()[0][:300],
             remedy="it is damaged, or holds more than tensors and is refused; save it as safetensors",
         ) from error
     if not isinstance(loaded, dict) or not all(

@@ -1,0 +1,286 @@
+"""Whole or absent: writers that are killed, storages that fail at every call, and many writers at random."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faulty import FaultyBlobs
+from samples import CONFIG, same, tensors
+
+from multilora_store.errors import MultiLoRAError, NotInStoreError, ProtectedError, StorageError
+from multilora_store.storage import SnapshotDraft, SnapshotMember, Store, open_store
+from multilora_store.storage import journal as journal_module
+from multilora_store.storage.cache import VersionCache
+from multilora_store.storage.memory import MemoryBlobs
+
+
+def save_set(store: Store, step: int) -> None:
+    """Three adapters that say the same number, and a snapshot of them, in one commit."""
+    given = {"base_model.model.q_proj.lora_A.weight": torch.full((2, 64), float(step))}
+    staged = [store.stage(name, given, CONFIG, step=step) for name in ("a", "b", "c")]
+    members = {name: SnapshotMember() for name in ("a", "b", "c")}
+    files = {"state.json": store.stage_snapshot_file(f"s{step}", "state.json", str(step).encode())}
+    store.commit(staged, snapshot=SnapshotDraft(id=f"s{step}", step=step, adapters=members, files=files))
+
+
+def check_set(store: Store) -> int:
+    """Asserts that the newest set is whole and of one step; returns the step."""
+    state = store.state()
+    found = {name: float(next(iter(store.get(f"{name}@latest").tensors.values()))[0, 0]) for name in ("a", "b", "c")}
+    assert len(set(found.values())) == 1, found
+    snapshot = store.snapshot("latest")
+    assert {snapshot.step} == set(found.values())
+    for name, member in snapshot.adapters.items():
+        assert store.resolve(name).id == member.version
+    assert store.read_snapshot_file(snapshot, "state.json") == str(snapshot.step).encode()
+    assert state == store.journal.refold()
+    return int(found["a"])
+
+
+def _keep_saving(root: Path, first: int, told: Any) -> None:
+    store = open_store(root)
+    for step in range(first, first + 100_000):
+        save_set(store, step)
+        told.send(step)
+
+
+@pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_killed_writer_loses_no_save_and_tears_none(tmp_path: Path, kills: int) -> None:
+    """Case 47: kill -9 at random moments of a save; what was told as saved is there, whole, and no set is mixed."""
+    context = multiprocessing.get_context("fork")
+    store = open_store(tmp_path / "store")
+    save_set(store, 0)
+    generator, told_last, worker = random.Random(0), 0, None
+    for _ in range(kills):
+        listen, tell = context.Pipe(duplex=False)
+        worker = context.Process(target=_keep_saving, args=(tmp_path / "store", told_last + 1, tell))
+        worker.start()
+        tell.close()
+        time.sleep(generator.uniform(0.0, 0.05))
+        if generator.random() < 0.7:
+            listen.poll(5)  # let it be at work, and then some
+            time.sleep(generator.uniform(0.0, 0.02))
+        os.kill(worker.pid, signal.SIGKILL)
+        worker.join(20)
+        told = told_last
+        try:
+            while listen.poll(0):
+                told = listen.recv()
+        except EOFError:
+            pass
+        found = check_set(open_store(tmp_path / "store"))
+        assert found >= told, "a save that was reported is gone"
+        told_last = found
+    assert told_last > kills // 4
+    assert open_store(tmp_path / "store").verify().ok
+    save_set(open_store(tmp_path / "store"), told_last + 1)
+
+
+def _copy(before: MemoryBlobs, url: str) -> MemoryBlobs:
+    blobs = MemoryBlobs(url)
+    for info in before.list():
+        blobs.write(info.key, before.read(info.key) or b"")
+    return blobs
+
+
+OPERATIONS = {
+    "put": lambda store: store.put("a", tensors(50), CONFIG, tags=["best"]),
+    "put the same again": lambda store: store.put("a", tensors(0), CONFIG),
+    "save a set": lambda store: save_set(store, 2),
+    "tag": lambda store: store.tag("b", "best"),
+    "untag": lambda store: store.untag("c", "keep"),
+    "delete": lambda store: store.delete("d"),
+    "drop a snapshot": lambda store: store.drop_snapshot("s1"),
+    "get": lambda store: list(store.get("d").tensors.values()),
+    "verify": lambda store: store.verify("d"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("fault", ["fail", "truncate", "lose the answer"])
+def test_every_call_of_every_operation_may_go_wrong(
+    memory_url: str, operation: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For every n: the n-th call fails, is cut short or loses its answer; the state is the old or the new one, whole."""
+    monkeypatch.setattr(journal_module.time, "sleep", lambda _: None)
+    before = MemoryBlobs(memory_url)
+    first = Store(before, cache=None)
+    save_set(first, 1)
+    first.put("d", tensors(4), CONFIG)
+    first.tag("c", "keep")
+    old = first.state().seq
+    for number in range(200):
+        blobs = _copy(before, f"{memory_url}-{number}")
+        faulty = FaultyBlobs(blobs, number, fault)
+        store = Store(faulty, cache=None)
+        try:
+            OPERATIONS[operation](store)
+            failed = False
+        except StorageError:
+            failed = True
+        after = Store(blobs, cache=None)
+        state = after.state()
+        assert state.seq in (old, old + 1)
+        report = after.verify()
+        assert report.ok, report.findings
+        for name in state.names():
+            assert list(after.get(name).tensors.values())
+        if not failed and operation not in ("get", "verify"):
+            assert state.seq == old + 1
+        after.put("next", tensors(9), CONFIG)
+        assert same(after.get("next").tensors, tensors(9))
+        if number >= len(faulty.calls):
+            assert not failed
+            break
+    else:
+        pytest.fail("the operation makes more than 200 calls")
+
+
+class Model:
+    """What a store must say, kept in plain dictionaries."""
+
+    def __init__(self) -> None:
+        self.puts: dict[str, list[int]] = {}
+        self.tags: dict[str, dict[str, int]] = {}
+        self.snapshots: dict[str, dict[str, int]] = {}
+
+    def put(self, name: str, seed: int) -> None:
+        seeds = self.puts.setdefault(name, [])
+        if seed in seeds:
+            seeds.remove(seed)
+        seeds.append(seed)
+
+    def held(self, name: str, seed: int) -> bool:
+        tagged = seed in self.tags.get(name, {}).values()
+        return tagged or any(members.get(name) == seed for members in self.snapshots.values())
+
+
+def _random_step(generator: random.Random, store: Store, model: Model, ids: dict[int, str]) -> None:
+    name = generator.choice(["a", "b/c", "d.e"])
+    live = model.puts.get(name, [])
+    action = generator.choice(["put", "put", "put", "tag", "untag", "delete", "snapshot", "drop", "read"])
+    if action == "put":
+        seed = generator.randrange(6)
+        ids[seed] = store.put(name, tensors(seed, layers=1), CONFIG).id
+        model.put(name, seed)
+    elif action == "tag" and live:
+        seed, tag = generator.choice(live), generator.choice(["best", "last.good"])
+        store.tag(f"{name}@{ids[seed]}", tag)
+        model.tags.setdefault(name, {})[tag] = seed
+    elif action == "untag" and model.tags.get(name):
+        tag = generator.choice(sorted(model.tags[name]))
+        store.untag(name, tag)
+        del model.tags[name][tag]
+    elif action == "delete" and live:
+        seed = generator.choice(live)
+        if model.held(name, seed):
+            with pytest.raises(ProtectedError):
+                store.delete(f"{name}@{ids[seed]}")
+        else:
+            store.delete(f"{name}@{ids[seed]}")
+            live.remove(seed)
+    elif action == "snapshot" and any(model.puts.values()):
+        members = {other: seeds[-1] for other, seeds in model.puts.items() if seeds}
+        identity = store.new_snapshot_id()
+        drafted = {other: SnapshotMember(version=ids[seed]) for other, seed in members.items()}
+        store.commit([], snapshot=SnapshotDraft(id=identity, adapters=drafted))
+        model.snapshots[identity] = members
+    elif action == "drop" and model.snapshots:
+        identity = generator.choice(sorted(model.snapshots))
+        store.drop_snapshot(identity)
+        del model.snapshots[identity]
+    elif action == "read" and not live:
+        with pytest.raises(NotInStoreError):
+            store.get(name)
+
+
+def _compare(store: Store, model: Model, ids: dict[int, str]) -> None:
+    assert store.names() == sorted(name for name, seeds in model.puts.items() if seeds)
+    for name, seeds in model.puts.items():
+        if seeds:
+            assert [version.id for version in store.versions(name)] == [ids[seed] for seed in seeds]
+            assert same(store.get(name).tensors, tensors(seeds[-1], layers=1))
+        assert store.tags(name) == {tag: ids[seed] for tag, seed in model.tags.get(name, {}).items()}
+    found = {s.id: {name: member.version for name, member in s.adapters.items()} for s in store.snapshots()}
+    assert found == {i: {n: ids[seed] for n, seed in members.items()} for i, members in model.snapshots.items()}
+
+
+@pytest.mark.parametrize("schedules", [12, pytest.param(500, marks=pytest.mark.slow)])
+def test_random_histories_equal_a_model(memory_url: str, tmp_path: Path, schedules: int) -> None:
+    """Writers take turns at random, each with its own stale view; the store equals a dictionary all the while."""
+    for seed in range(schedules):
+        generator = random.Random(seed)
+        url = f"{memory_url}-{seed}" if seed % 4 else str(tmp_path / str(seed))
+        writers = [open_store(url) for _ in range(3)]
+        model, ids = Model(), {}
+        ids[0] = writers[0].put("a", tensors(0, layers=1), CONFIG).id
+        model.put("a", 0)
+        for _ in range(40):
+            _random_step(generator, generator.choice(writers), model, ids)
+        for store in (open_store(url), generator.choice(writers)):
+            _compare(store, model, ids)
+        assert open_store(url).verify().ok
+
+
+def _simulated_writer(store: Store, generator: random.Random, name: str, count: int) -> list[int]:
+    """Puts through a storage that fails at random; returns the seeds that were reported as saved."""
+    saved = []
+    for number in range(count):
+        seed = generator.randrange(10_000)
+        try:
+            store.put(name, tensors(seed, layers=1, width=4), CONFIG, step=number)
+        except MultiLoRAError:
+            continue
+        saved.append(seed)
+    return saved
+
+
+class Unreliable(FaultyBlobs):
+    """Every call may fail, be cut short or lose its answer, each with the given chance."""
+
+    def __init__(self, inner: Any, generator: random.Random, chance: float) -> None:
+        super().__init__(inner)
+        self.generator = generator
+        self.chance = chance
+
+    def _goes_wrong(self, call: str) -> bool:
+        self.calls.append(call)
+        self.fault = self.generator.choice(["fail", "truncate", "lose the answer"])
+        return self.generator.random() < self.chance
+
+
+@pytest.mark.parametrize("schedules", [30, pytest.param(3000, marks=pytest.mark.slow)])
+def test_unreliable_storage_loses_nothing_reported(
+    memory_url: str, schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interleaved writers on a storage that fails at random: all that was reported is there and whole."""
+    monkeypatch.setattr(journal_module.time, "sleep", lambda _: None)
+    reported = 0
+    for schedule in range(schedules):
+        generator = random.Random(schedule)
+        blobs = MemoryBlobs(f"{memory_url}-{schedule}")
+        Store(blobs).put("start", tensors(0, layers=1, width=4), CONFIG)
+        chance = generator.choice([0.0, 0.02, 0.1, 0.3])
+        writers = [Store(Unreliable(blobs, generator, chance), cache=VersionCache()) for _ in range(3)]
+        saved: dict[str, list[int]] = {f"w{n}": [] for n in range(3)}
+        for _ in range(6):
+            number = generator.randrange(3)
+            saved[f"w{number}"] += _simulated_writer(writers[number], generator, f"w{number}", generator.randint(1, 2))
+        store = Store(blobs)
+        state = store.state()
+        assert state == store.journal.refold()
+        for name, seeds in saved.items():
+            for seed in seeds:
+                reported += 1
+                wanted = tensors(seed, layers=1, width=4)
+                assert any(same(store.get(version).tensors, wanted) for version in state.versions(name))
+        assert store.verify().ok
+    assert reported > schedules * 3
