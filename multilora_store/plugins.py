@@ -65,7 +65,23 @@ BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
             ("assembly_step", name): f"multilora_store.assembly.steps:{name}"
             for name in ("resolve", "read", "check", "inject", "cover", "load", "activate")
         },
+        **{
+            ("source", name): f"multilora_store.storage.dialects:read_{reader}"
+            for name, reader in {
+                "diffusers": "diffusers",
+                "hf": "hf",
+                "kohya": "kohya",
+                "mlx": "mlx",
+                "peft": "peft",
+                "peft_legacy": "legacy",
+                "unsloth": "legacy",
+            }.items()
+        },
         **{("base_provider", name): f"multilora_store.assembly.bases:{name}_base" for name in ("demo", "hf", "python")},
+        **{
+            ("retention_policy", name): f"multilora_store.storage.retention:{name}"
+            for name in ("keep_best", "keep_every", "keep_last", "keep_tagged")
+        },
     }
 )
 """(kind, name) -> `module:attribute`, resolved on first use."""
