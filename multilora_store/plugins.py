@@ -77,6 +77,9 @@ BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
                 "unsloth": "legacy",
             }.items()
         },
+        ("exporter", "kohya"): "multilora_store.storage.exporters:export_kohya",
+        ("exporter", "peft"): "multilora_store.storage.exporters:export_peft",
+        ("exporter", "vllm"): "multilora_store.integrations.vllm:export_vllm",
         **{("base_provider", name): f"multilora_store.assembly.bases:{name}_base" for name in ("demo", "hf", "python")},
         **{
             ("retention_policy", name): f"multilora_store.storage.retention:{name}"
