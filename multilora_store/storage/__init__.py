@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from multilora_store.storage.changes import FileRecord, SnapshotMember
+from multilora_store.storage.diff import StateDiff, diff_states
+from multilora_store.storage.gc import GcReport
 from multilora_store.storage.peft_dirs import PeftFolder, export_adapter, import_peft, read_peft_dir
 from multilora_store.storage.puts import StagedPut
+from multilora_store.storage.repair import RepairReport, repair
+from multilora_store.storage.restoring import RestoreReport, restore_state
+from multilora_store.storage.retention import RetentionReport, apply_retention
 from multilora_store.storage.snapshots import SnapshotDraft, new_snapshot_id
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.store import Commit, Store, StoredAdapter, open_store
@@ -15,21 +20,30 @@ __all__ = [
     "Commit",
     "FileRecord",
     "Finding",
+    "GcReport",
     "PeftFolder",
+    "RepairReport",
+    "RestoreReport",
+    "RetentionReport",
     "Snapshot",
     "SnapshotDraft",
     "SnapshotMember",
     "StagedPut",
     "State",
+    "StateDiff",
     "Store",
     "StoredAdapter",
     "SyncReport",
     "VerifyReport",
     "Version",
+    "apply_retention",
+    "diff_states",
     "export_adapter",
     "import_peft",
     "new_snapshot_id",
     "open_store",
     "read_peft_dir",
+    "repair",
+    "restore_state",
     "sync",
 ]

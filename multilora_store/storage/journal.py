@@ -144,6 +144,23 @@ class Journal:
         """The state now, folded from the first entry without a checkpoint: the whole history is checked."""
         return self._walk(self._genesis(), _BATCH)
 
+    def rebuild_hints(self) -> None:
+        """Writes the newest checkpoint, if it is damaged or missing, and the hint anew, from the whole history.
+
+        Raises:
+            DamagedError: the history itself is damaged.
+        """
+        if self.marker.single_writer:
+            return
+        state = self.refold()
+        seq = state.seq // CHECKPOINT_EVERY * CHECKPOINT_EVERY
+        if seq and self._read_checkpoint(seq) is None:
+            start = self._genesis()
+            past = self._fold(Fold(start), start, self.entries(1, seq))
+            self.blobs.write(checkpoint_key(seq), past.to_bytes())
+        self._checkpoint = seq
+        self.write_hint(state)
+
     def stray_entries(self, seq: int) -> list[str]:
         """Keys of entries that are numbered after `seq`, as a listing shows them."""
         listed = [(info.key, parse_journal_key(info.key)) for info in self.blobs.list("journal/")]
