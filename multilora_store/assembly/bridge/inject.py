@@ -300,11 +300,12 @@ def _add_tokens(peft: PeftModel, joining: Sequence[Joining]) -> None:
         finally:
             config.modules_to_save = saved
         for _, layer in walk(base):
-            if (
-                isinstance(layer, TrainableTokensWrapper)
-                and adapter.inside in layer.token_adapter.trainable_tokens_delta
-            ):
-                layer.token_adapter.trainable_tokens_delta[adapter.inside].requires_grad_(False)
+            if isinstance(layer, TrainableTokensWrapper):
+                tokens = layer.token_adapter
+                if adapter.inside in tokens.trainable_tokens_delta:
+                    tokens.trainable_tokens_delta[adapter.inside].requires_grad_(False)
+                layer.training = tokens.base_layer.training
+                _follow_mode(tokens, layer.training)
 
 
 @contextmanager

@@ -43,6 +43,9 @@ def add_to_layer(layer: Any, inside: str, rank: int, alpha: float, config: LoraC
         return
     with without_bytes(), _alone(layer):
         layer.update_layer(inside, rank, lora_alpha=alpha, config=config, target_name=target)
+    for child in layer._modules.values():
+        if isinstance(child, nn.ModuleDict) and inside in child:
+            child[inside].train(layer.training)
 
 
 def can_be_model(layer: nn.Module) -> bool:
@@ -174,7 +177,7 @@ def save_module(parent: nn.Module, child: str, inside: str) -> nn.Module:
         wrapper = ModulesToSaveWrapper(skeleton, inside)
         wrapper.original_module = original
         wrapper._active_adapter = []
-        wrapper.training = original.training
+        wrapper.training = wrapper.modules_to_save.training = original.training
         parent._modules[child] = wrapper
     for parameter in wrapper.modules_to_save[inside].parameters():
         parameter.requires_grad_(False)

@@ -1,0 +1,44 @@
+"""Three adapters really trained with plain PEFT on a real model: imported, assembled, judged by held-out losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from multilora_store.assembly import assemble, build_base
+from multilora_store.assembly.bridge import adapter_parameters, set_active
+from multilora_store.storage import Store, import_peft
+from tests.realmodel import ADAPTERS, EXPECTED_LOSSES, heldout_losses, real_base_folder
+
+__all__ = ["heldout_losses", "real_base_folder"]  # fixtures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_are_those_of_plain_peft(
+    real_base_folder: Path, heldout_losses: Callable[[Any], tuple[float, float, float]], shared: Path, store: Store
+) -> None:
+    """Each adapter alone, none, and two together give the losses that plain PEFT gave, to 1e-3."""
+    folder = shared / "data" / "adapters"
+    for name in ADAPTERS:
+        import_peft(store, folder / name, name=name)
+    base = build_base("hf", path=str(real_base_folder), dtype="float32")
+    model = assemble(base, {name: {"active": False} for name in ADAPTERS}, store=store)
+    for name in ADAPTERS:
+        original = load_file(folder / name / "adapter_model.safetensors")
+        loaded = adapter_parameters(model, name)
+        assert set(loaded) == set(original)
+        assert all(torch.equal(loaded[key], original[key]) for key in original)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for active, expected in EXPECTED_LOSSES.items():
+            set_active(model, dict.fromkeys(active, 1.0))
+            assert heldout_losses(model) == pytest.approx(expected, abs=1e-3), active
+    finally:
+        torch.set_num_threads(threads)
