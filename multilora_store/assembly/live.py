@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
-from multilora_store.assembly.bridge.inject import remove_adapter
 from multilora_store.assembly.bridge.record import record
+from multilora_store.assembly.bridge.remove import remove_adapter
 from multilora_store.assembly.bridge.state import active_adapters, set_active
 from multilora_store.assembly.bridge.unwrap import peft_model
 from multilora_store.assembly.fingerprint import BaseIdentity
