@@ -15,14 +15,22 @@ from multilora_store.merging.lowrank import LowRank
 
 __all__ = ["BLOCK_ELEMENTS", "Block", "ElementMerge", "Matrix", "block_rows"]
 
-BLOCK_ELEMENTS = 2**20
-"""Elements of a block. A constant, because random masks are drawn block by block."""
+BLOCK_ELEMENTS = 2**18
+"""Elements of a block: few enough for the cache. A constant, because random masks are drawn block by block."""
+CHUNK_BLOCKS = 8
+"""Blocks that are gathered before they are multiplied or counted, which pays for large operands only."""
 
 
 def block_rows(shape: tuple[int, int]) -> list[slice]:
     """The blocks of a matrix: a function of its shape alone."""
     rows = max(1, BLOCK_ELEMENTS // max(1, shape[1]))
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+
+
+def chunks_of(shape: tuple[int, int]) -> list[list[slice]]:
+    """The blocks in runs of `CHUNK_BLOCKS`."""
+    rows = block_rows(shape)
+    return [rows[start : start + CHUNK_BLOCKS] for start in range(0, len(rows), CHUNK_BLOCKS)]
 
 
 class Matrix:
@@ -83,8 +91,8 @@ class Matrix:
 
     def _histogram(self, upper: int | None) -> Tensor:
         counts = torch.zeros(2**16, dtype=torch.int64)
-        for rows in block_rows(self.shape):
-            bits = self._rows(rows).abs().reshape(-1).view(torch.int32)
+        for chunk in chunks_of(self.shape):
+            bits = torch.cat([self._rows(rows) for rows in chunk]).abs_().reshape(-1).view(torch.int32)
             keys = bits >> 16 if upper is None else bits[(bits >> 16) == upper] & 0xFFFF
             counts += torch.bincount(keys, minlength=2**16)
         return counts
@@ -96,6 +104,11 @@ def _bucket(counts: Tensor, count: int) -> tuple[int, int]:
     index = int(torch.searchsorted(from_top, torch.tensor(count)))
     above = int(from_top[index - 1]) if index else 0
     return counts.numel() - 1 - index, above
+
+
+def _square(values: Tensor) -> float:
+    """Sum of squares: each row in float32, the rows in float64."""
+    return float(torch.linalg.vector_norm(values, dim=1).double().square().sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +163,23 @@ class ElementMerge:
         return self.matrices[0].shape
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Blocks of rows with their values, float32.
+        """Runs of rows with their values, float32.
 
         Raises:
             MergeError: the function gave another shape, or a value that is not finite.
         """
-        slices = block_rows(self.shape)
+        chunks = chunks_of(self.shape)
         if self._kept:
-            yield from ((rows, self._kept[0][rows]) for rows in slices)
+            for chunk in chunks:
+                rows = slice(chunk[0].start, chunk[-1].stop)
+                yield rows, self._kept[0][rows]
             return
         keep = torch.empty(self.shape) if 4 * self.shape[0] * self.shape[1] <= self.budget else None
-        for rows in slices:
-            values = self._compute(rows)
-            if keep is not None:
-                keep[rows] = values
+        for chunk in chunks:
+            rows = slice(chunk[0].start, chunk[-1].stop)
+            values = torch.empty(rows.stop - rows.start, self.shape[1]) if keep is None else keep[rows]
+            for part in chunk:
+                values[part.start - rows.start : part.stop - rows.start] = self._compute(part)
             yield rows, values
         if keep is not None:
             self._kept.append(keep)
@@ -210,8 +226,8 @@ class ElementMerge:
         up, down = found.up[0].float(), found.down[0].float()
         apart = size = 0.0
         for rows, values in self.parts():
-            size += float(values.double().square().sum())
-            apart += float(torch.addmm(values, up[rows], down, alpha=-1.0).double().square().sum())
+            size += _square(values)
+            apart += _square(torch.addmm(values, up[rows], down, alpha=-1.0))
         return math.sqrt(apart), math.sqrt(size)
 
     def _compute(self, rows: slice) -> Tensor:

@@ -93,8 +93,12 @@ def merge_module(plan: ModulePlan, settings: Settings) -> ModuleResult:
             )
     stored = _stored(plan.pair, tensors, merged.rank)
     apart, norm = target.distance(stored)
-    total = LowRank.total(deltas, [member.weight for member in plan.members])
-    sum_apart, sum_norm = (apart, norm) if _is_sum(settings) else _distance(stored, total)
+    if _is_sum(settings):
+        sum_apart, sum_norm = apart, norm
+    else:
+        total = LowRank.total(deltas, [member.weight for member in plan.members])
+        sum_norm = total.norm()
+        sum_apart = stored.distance(total, sum_norm)
     report = ModuleReport(
         path=plan.path,
         kind=plan.pair.kind,
@@ -166,15 +170,22 @@ def _target(plan: ModulePlan, settings: Settings, deltas: Sequence[LowRank]) -> 
     return _FactorTarget(merged)
 
 
-@dataclass(frozen=True, slots=True)
 class _FactorTarget:
-    merged: LowRank
+    """A result in factors."""
+
+    def __init__(self, merged: LowRank) -> None:
+        self._merged = merged
+        self._norm: float | None = None
 
     def at(self, rank: int) -> LowRank:
-        return self.merged.narrow(rank)
+        if self._merged.rank <= rank:
+            return self._merged
+        truncated, self._norm = self._merged.truncate_and_norm(rank)
+        return truncated
 
     def distance(self, found: LowRank) -> tuple[float, float]:
-        return _distance(found, self.merged)
+        norm = self._merged.norm() if self._norm is None else self._norm
+        return found.distance(self._merged, norm), norm
 
 
 class _ElementTarget:
@@ -257,7 +268,3 @@ def _bias(plan: ModulePlan, settings: Settings) -> Tensor:
     merged = settings.strategy.function(columns, [member.weight for member in having], **settings.params)
     bias: Tensor = merged.dense().reshape(rows)
     return bias.to(settings.dtype)
-
-
-def _distance(found: LowRank, expected: LowRank) -> tuple[float, float]:
-    return LowRank.total([expected, found], [1.0, -1.0]).norm(), expected.norm()

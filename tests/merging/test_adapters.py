@@ -84,9 +84,7 @@ def test_masks_follow_the_content_not_the_name(make_adapter: Make) -> None:
 def test_dense_results_do_not_depend_on_the_memory_budget(make_adapter: Make) -> None:
     adapters = [make_adapter("a", 1, shape=(90, 70)), make_adapter("b", 2, shape=(90, 70))]
     results = [
-        merge_adapters(
-            adapters, [0.5, 0.5], strategy="ties", truncation="randomised", memory_budget=budget, rank=5
-        )
+        merge_adapters(adapters, [0.5, 0.5], strategy="ties", truncation="randomised", memory_budget=budget, rank=5)
         for budget in (1, 10**9)
     ]
     assert same_bytes(results[0].tensors, results[1].tensors)
@@ -224,7 +222,9 @@ def test_adapters_of_other_shapes_or_bases_are_refused(make_adapter: Make) -> No
     with pytest.raises(MergeError, match=r"layers\.0\.q differs between"):
         merge_adapters([a, b], [0.5, 0.5])
     bases = [
-        MergeSource(name=s.name, digest=s.digest, config=s.config, tensors=s.tensors, infos=s.infos, base={"fingerprint": f})
+        MergeSource(
+            name=s.name, digest=s.digest, config=s.config, tensors=s.tensors, infos=s.infos, base={"fingerprint": f}
+        )
         for s, f in ((a, "one"), (make_adapter("c", 3), "two"))
     ]
     with pytest.raises(MergeError, match="made for different bases"):
@@ -342,9 +342,7 @@ def test_grouped_experts_are_merged_expert_by_expert() -> None:
         assert (merged.config.r, again.layout.pairs["mlp.experts"].groups) == (5, 3)
         if strategy == "linear":
             for path, pair in again.layout.pairs.items():
-                expected = sum(
-                    0.5 * one.layout.pairs[path].read(one.tensors).dense() for one in (a, b)
-                )
+                expected = sum(0.5 * one.layout.pairs[path].read(one.tensors).dense() for one in (a, b))
                 torch.testing.assert_close(pair.read(again.tensors).dense(), expected, rtol=1e-5, atol=1e-5)
     other = experts("c", 3, 2, target_parameters=["experts.up"])
     with pytest.raises(MergeError, match="target_parameters differs between"):

@@ -192,9 +192,7 @@ def test_a_quantised_base_is_refused(tmp_path: Path) -> None:
         ({"peft_type": "LOHA"}, "other_method"),
     ],
 )
-def test_adapters_that_are_no_delta_to_this_base_are_refused(
-    fields: dict[str, Any], kind: str, tmp_path: Path
-) -> None:
+def test_adapters_that_are_no_delta_to_this_base_are_refused(fields: dict[str, Any], kind: str, tmp_path: Path) -> None:
     """Case 62: PiSSA, OLoRA and CorDA changed the base that they were trained on."""
     base = llama(tmp_path / "base")
     _, source = adapted(base, target_modules=["q_proj"])
@@ -241,9 +239,7 @@ def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:
 
 def test_modules_trained_in_full_by_several_need_a_rule(tmp_path: Path) -> None:
     base = llama(tmp_path / "base")
-    sources = [
-        adapted(base, seed=seed, target_modules=["q_proj"], modules_to_save=["lm_head"])[1] for seed in (1, 2)
-    ]
+    sources = [adapted(base, seed=seed, target_modules=["q_proj"], modules_to_save=["lm_head"])[1] for seed in (1, 2)]
     with pytest.raises(MergeError, match=r"lm_head\.weight \(in a1, a2\)"):
         export_merged(base, sources, [0.5, 0.5], tmp_path / "out")
     export_merged(base, sources, [0.5, 0.5], tmp_path / "out", modules_to_save="a2")

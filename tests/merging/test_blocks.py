@@ -23,7 +23,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, elements: int = 64) -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.one_of(st.floats(-(2.0**100), 2.0**100, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0])), min_size=1, max_size=60
+        st.one_of(st.floats(-(2.0**100), 2.0**100, width=32), st.sampled_from([0.0, -0.0, 1.0, -1.0])),
+        min_size=1,
+        max_size=60,
     ),
     st.data(),
 )
@@ -72,7 +74,7 @@ def test_masks_depend_on_the_place_and_the_seed() -> None:
     first = Block.of(torch.ones(20, 20), seed=1).uniform()
     assert torch.equal(first, Block.of(torch.zeros(20, 20), seed=1).uniform())
     assert not torch.equal(first, Block.of(torch.ones(20, 20), seed=2).uniform())
-    assert 0.0 <= float(first.min())
+    assert float(first.min()) > 0.0
     assert float(first.max()) < 1.0
 
 
@@ -88,9 +90,7 @@ def test_a_function_of_another_shape_or_with_infinities_is_refused() -> None:
 
 def element_merge(budget: int) -> ElementMerge:
     random = torch.Generator().manual_seed(3)
-    deltas = [
-        LowRank.of(torch.randn(50, 4, generator=random), torch.randn(4, 40, generator=random)) for _ in range(2)
-    ]
+    deltas = [LowRank.of(torch.randn(50, 4, generator=random), torch.randn(4, 40, generator=random)) for _ in range(2)]
 
     def masked_sum(parts: Sequence[Block], weights: Sequence[float]) -> Tensor:
         kept = [torch.where(part.uniform() < 0.7, part.values, 0.0) for part in parts]

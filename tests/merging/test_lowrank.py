@@ -33,7 +33,11 @@ def test_sums_norms_and_products_are_those_of_the_dense_deltas(pair: list[LowRan
     a, b = pair
     total = LowRank.total(pair, [v, w])
     torch.testing.assert_close(total.dense(), v * a.dense() + w * b.dense())
-    assert total.norm() == pytest.approx(float((v * a.dense() + w * b.dense()).norm()), abs=1e-9)
+    expected = float((v * a.dense() + w * b.dense()).norm())
+    assert total.precise_norm() == pytest.approx(expected, abs=1e-12)
+    parts = abs(v) * a.norm() + abs(w) * b.norm()
+    assert total.norm() == pytest.approx(expected, abs=1e-7 * parts)
+    assert a.distance(b) == pytest.approx(float((a.dense() - b.dense()).norm()), abs=1e-7 * (a.norm() + b.norm()))
     assert a.inner(b) == pytest.approx(float((a.dense() * b.dense()).sum()), abs=1e-9)
     assert -1.0 <= a.cosine(b) <= 1.0
     torch.testing.assert_close(a.transposed.dense(), a.dense().mT)

@@ -102,9 +102,7 @@ def test_the_factors_of_cat_and_linear_are_pefts_too() -> None:
 @pytest.mark.parametrize("strategy", ["linear", "svd", "ties", "peft_linear", "peft_svd", "peft_ties_svd"])
 def test_peft_reads_what_we_merged_with_the_scale_that_we_meant(strategy: str) -> None:
     """Case 27: sources with rsLoRA and patterns; PEFT's own merge of them is over-scaled by the root of the rank."""
-    model, sources = two_adapters(
-        use_rslora=True, rank_pattern={"wide": 2}, alpha_pattern={"a.lin": 3, "emb": 40}
-    )
+    model, sources = two_adapters(use_rslora=True, rank_pattern={"wide": 2}, alpha_pattern={"a.lin": 3, "emb": 40})
     params = {"density": 1.0} if "ties" in strategy else {}
     merged = merge_adapters(sources[:1], [1.0], strategy=strategy, **params)
     ours = as_adapter(merged)

@@ -132,9 +132,7 @@ def test_magnitude_prune_and_breadcrumbs_cut_by_size() -> None:
 
 def low_rank(seed: int, *, rows: int = 20, columns: int = 14, rank: int = 3) -> LowRank:
     random = torch.Generator().manual_seed(seed)
-    return LowRank.of(
-        torch.randn(rows, rank, generator=random), torch.randn(rank, columns, generator=random), 0.5
-    )
+    return LowRank.of(torch.randn(rows, rank, generator=random), torch.randn(rank, columns, generator=random), 0.5)
 
 
 def test_slerp_keeps_the_norm_between_deltas_of_one_norm() -> None:
@@ -241,9 +239,7 @@ def test_parameters_are_checked_before_a_value_is_read(
 ) -> None:
     """Case 29: density 0 is an error, never NaN."""
     adapter = make_adapter("a", 1)
-    unreadable = MergeSource(
-        name="a", digest=adapter.digest, config=adapter.config, tensors={}, infos=adapter.infos
-    )
+    unreadable = MergeSource(name="a", digest=adapter.digest, config=adapter.config, tensors={}, infos=adapter.infos)
     with pytest.raises(MergeError) as caught:
         merge_adapters([unreadable], [1.0], strategy=name, **params)
     assert message in str(caught.value)

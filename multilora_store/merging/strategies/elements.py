@@ -21,14 +21,21 @@ def trimmed(block: Block, density: float) -> Tensor:
     """The elements among the `density` largest of the whole matrix by magnitude, the others zero."""
     if density >= 1.0:
         return block.values
-    return torch.where(block.values.abs() >= block.threshold(density), block.values, 0.0)
+    return _at_least(block.values, block.threshold(density))
+
+
+def _at_least(values: Tensor, size: float) -> Tensor:
+    """The elements of at least that magnitude, the others zero."""
+    # hardshrink keeps what is larger than its bound: the next smaller number lets `size` itself pass, in one sweep.
+    below = torch.nextafter(torch.tensor(size, dtype=torch.float32), torch.tensor(0.0))
+    return torch.nn.functional.hardshrink(values, float(below))
 
 
 def dropped(block: Block, density: float) -> Tensor:
     """Each element kept with probability `density` and divided by it, the others zero."""
     if density >= 1.0:
         return block.values
-    return torch.where(block.uniform() < density, block.values / density, 0.0)
+    return torch.where(block.uniform() < density, block.values, 0.0).div_(density)
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -44,16 +51,15 @@ def elected_mean(values: Sequence[Tensor], weights: Sequence[float], election: E
 
     The sign is that of the weighted sum (`total`) or of the weighted votes (`frequency`); a tie is positive.
     """
-    signed = [value if weight >= 0 else -value for value, weight in zip(values, weights, strict=True)]
-    sizes = [abs(weight) for weight in weights]
-    votes = signed if election == "total" else [value.sign() for value in signed]
-    positive = weighted_sum(votes, sizes) >= 0
+    votes = values if election == "total" else [value.sign() for value in values]
+    elected = torch.where(weighted_sum(votes, weights) >= 0, 1.0, -1.0)
     total, share = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-    for value, size in zip(signed, sizes, strict=True):
-        agrees = torch.where(positive, value > 0, value < 0)
-        total.add_(torch.where(agrees, value, 0.0), alpha=size)
-        share.add_(agrees, alpha=size)
-    return torch.where(share > 0, total / share, 0.0)
+    for value, weight in zip(values, weights, strict=True):
+        along = value * elected if weight >= 0 else value * -elected
+        share.add_(along > 0, alpha=abs(weight))
+        total.add_(along.relu_(), alpha=abs(weight))
+    # Where nothing agrees the total is zero, and so is the mean.
+    return total.mul_(elected).div_(share.clamp_(min=torch.finfo(torch.float32).tiny))
 
 
 @strategy(
@@ -136,7 +142,7 @@ def _sampled_by_magnitude(block: Block, density: float, spread: float) -> Tensor
     order = values.abs().argsort(dim=1, stable=True)
     ladder = torch.linspace(density - spread / 2, density + spread / 2, columns).clamp(1e-3, 1.0)
     probability = torch.empty_like(values).scatter_(1, order, ladder.expand_as(values))
-    return torch.where(block.uniform() < probability, values / probability, 0.0)
+    return torch.where(block.uniform() < probability, values, 0.0).div_(probability)
 
 
 @strategy(

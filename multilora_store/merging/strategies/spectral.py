@@ -40,11 +40,10 @@ def knots(
     basis, triangular = torch.linalg.qr(torch.cat([delta.up for delta in deltas], dim=2))
     columns = torch.split(triangular, [delta.rank for delta in deltas], dim=2)
     rights = torch.cat([left @ delta.down for left, delta in zip(columns, deltas, strict=True)], dim=2)
-    # rights.mT = q r gives rights = r.T q.T, so that only the small r is decomposed.
-    q, r = torch.linalg.qr(rights.mT)
-    u, s, vh = torch.linalg.svd(r.mT, full_matrices=False)
+    # The left vectors and values of `rights` are those of its small triangular factor; u.T rights is s times vh.
+    u, s, _ = torch.linalg.svd(torch.linalg.qr(rights.mT, mode="r").R.mT, full_matrices=False)
     content = (s > _TINY * s[:, :1])[:, :, None]
-    aligned = torch.split((s[:, :, None] * vh * content) @ q.mT, deltas[0].shape[1], dim=2)
+    aligned = torch.split((u.mT @ rights) * content, deltas[0].shape[1], dim=2)
     merged = _merge_elements(aligned, weights, method, density, election)
     return LowRank(basis @ u, merged * scale)
 
@@ -67,15 +66,15 @@ def core_space(
 
     The bases are the left singular vectors of the stacked B and the right ones of the stacked A: nothing is lost.
     """
-    left = torch.linalg.svd(torch.cat([delta.up for delta in deltas], dim=2), full_matrices=False).U
-    right = torch.linalg.svd(torch.cat([delta.down for delta in deltas], dim=1), full_matrices=False).Vh
-    cores = [(left.mT @ delta.up) @ (delta.down @ right.mT) for delta in deltas]
+    left, ups = _common_basis([delta.up for delta in deltas])
+    right, downs = _common_basis([delta.down.mT for delta in deltas])
+    cores = [up @ down.mT for up, down in zip(ups, downs, strict=True)]
     if method in ("linear", "ties"):
         merged = _merge_elements(cores, weights, "ties" if method == "ties" else "linear", density, election)
     else:
         spectral = tsv if method == "tsv" else iso
         merged = spectral([_as_low_rank(core) for core in cores], weights).dense()
-    return LowRank(left @ merged, right * scale)
+    return LowRank(left @ merged, right.mT * scale)
 
 
 @strategy(
@@ -118,6 +117,13 @@ def iso(deltas: Sequence[LowRank], weights: Sequence[float], *, isotropy: float 
     mean = (parts.s * content).sum(dim=1, keepdim=True) / content.sum(dim=1, keepdim=True).clamp(min=1)
     values = torch.where(content, parts.s + isotropy * (mean - parts.s), 0.0) * scale
     return LowRank(parts.u * values[:, None, :], parts.vh)
+
+
+def _common_basis(factors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Left singular vectors of the factors side by side, and each factor's coordinates in them."""
+    basis, triangular = torch.linalg.qr(torch.cat(list(factors), dim=2))
+    u = torch.linalg.svd(triangular, full_matrices=False).U
+    return basis @ u, torch.split(u.mT @ triangular, [factor.shape[2] for factor in factors], dim=2)
 
 
 def _as_low_rank(core: Tensor) -> LowRank:

@@ -1,0 +1,241 @@
+"""Merging, side by side with PEFT's add_weighted_adapter in one run, and on the shapes of an 8B model from files.
+
+    python benchmarks/merge.py sides                          # d = 576 and 2048
+    python benchmarks/merge.py sides --sizes 576 2048 4096    # minutes: PEFT decomposes a dense 4096 x 4096
+    python benchmarks/merge.py set --strategies linear svd knots core_space
+    ... --json results.json
+
+Both sides use the same number of threads (OMP_NUM_THREADS, or --threads). Times are the best of --repeats for us, one
+run for PEFT, whose time is long. Memory is the rise of the process's high-water mark during the measured call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+
+from multilora_store.merging import Merged, MergeSource, merge, merge_adapters
+from multilora_store.storage import Store, open_store
+
+LAYER = {
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (1024, 4096),
+    "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (14336, 4096),
+    "mlp.up_proj": (14336, 4096),
+    "mlp.down_proj": (4096, 14336),
+}
+"""Rows and columns of the adapted matrices of one layer of Llama 3 8B."""
+
+
+def main() -> None:
+    """Run one benchmark and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    sides = commands.add_parser("sides", help="ours and PEFT's on one square matrix")
+    sides.add_argument("--sizes", type=int, nargs="+", default=[576, 2048])
+    sides.add_argument("--ranks", type=int, nargs="+", default=[16])
+    sides.add_argument("--adapters", type=int, nargs="+", default=[4])
+    sides.add_argument("--strategies", nargs="+", default=["svd"], help="svd, linear, cat, ties_svd, ...")
+    sides.add_argument("--repeats", type=int, default=5)
+    whole = commands.add_parser("set", help="four adapters with the shapes of an 8B model, from files")
+    whole.add_argument("--strategies", nargs="+", default=["linear", "svd", "knots", "core_space"])
+    whole.add_argument("--layers", type=int, default=32)
+    whole.add_argument("--rank", type=int, default=16)
+    whole.add_argument("--adapters", type=int, default=4)
+    whole.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    whole.add_argument("--threads", type=int, default=2)
+    for command in (sides, whole):
+        command.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = list(compare_sides(args) if args.command == "sides" else merge_set(args))
+    about = {
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "peft": peft.__version__,
+        "arguments": {key: str(value) for key, value in vars(args).items()},
+    }
+    print("  ".join(f"{key} {value}" for key, value in about.items() if key != "arguments"))
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+
+
+def compare_sides(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each size, rank, number of adapters and strategy."""
+    print(f"{'strategy':>12} {'d':>5} {'r':>3} {'n':>3} {'PEFT s':>9} {'ours s':>9} {'ratio':>8} ", end="")
+    print(f"{'PEFT MiB':>9} {'ours MiB':>9} {'apart':>8} {'to sum':>8} {'PEFT to sum':>11}")
+    for name in args.strategies:
+        for size in args.sizes:
+            for rank in args.ranks:
+                for count in args.adapters:
+                    yield compare_side(name, size, rank, count, args.repeats)
+
+
+def compare_side(name: str, size: int, rank: int, count: int, repeats: int) -> dict[str, Any]:
+    """Merge the same adapters with PEFT and with us."""
+    model, sources, weights = peft_model(size, rank, count)
+    params = {} if name in ("svd", "linear", "cat") else {"density": 0.5}
+    peft_time, peft_peak, _ = measured(
+        lambda: model.add_weighted_adapter([s.name for s in sources], weights, "m", combination_type=name, **params)
+    )
+    ours = "linear" if name == "linear" else name if name in ("svd", "cat") else f"peft_{name}"
+    rank_asked = {"rank": rank} if name in ("svd", "linear") else {}
+    times, peak, merged = [], 0.0, None
+    for _ in range(repeats):
+        seconds, mebibytes, merged = measured(
+            lambda: merge_adapters(sources, weights, strategy=ours, **rank_asked, **params)
+        )
+        times.append(seconds)
+        peak = max(peak, mebibytes)
+    assert merged is not None
+    layer = model.base_model.model.lin
+    total = sum(w * layer.get_delta_weight(s.name) for s, w in zip(sources, weights, strict=True))
+    theirs, mine = layer.get_delta_weight("m"), dense_of(merged)
+    row = {
+        "strategy": name,
+        "size": size,
+        "rank": rank,
+        "adapters": count,
+        "peft_seconds": peft_time,
+        "seconds": min(times),
+        "ratio": peft_time / min(times),
+        "peft_mebibytes": peft_peak,
+        "mebibytes": peak,
+        "apart": float((mine - theirs).norm() / theirs.norm()),
+        "to_sum": float((mine - total).norm() / total.norm()),
+        "peft_to_sum": float((theirs - total).norm() / total.norm()),
+    }
+    print(
+        f"{name:>12} {size:>5} {rank:>3} {count:>3} {peft_time:>9.4f} {row['seconds']:>9.4f} {row['ratio']:>8.1f} "
+        f"{peft_peak:>9.0f} {peak:>9.0f} {row['apart']:>8.1e} {row['to_sum']:>8.1e} {row['peft_to_sum']:>11.1e}",
+        flush=True,
+    )
+    return row
+
+
+def peft_model(size: int, rank: int, count: int) -> tuple[Any, list[MergeSource], list[float]]:
+    """A model of one square layer with `count` random adapters, and the adapters as files hold them."""
+    torch.manual_seed(0)
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(size, size, bias=False)
+
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["lin"], init_lora_weights=False)
+    names = [f"a{index}" for index in range(count)]
+    model = peft.get_peft_model(One(), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    sources = [
+        MergeSource.in_memory(
+            name,
+            config.to_dict(),
+            {key: t.detach().clone() for key, t in peft.get_peft_model_state_dict(model, adapter_name=name).items()},
+        )
+        for name in names
+    ]
+    return model, sources, [1.0 / (index + 1) for index in range(count)]
+
+
+def dense_of(merged: Merged) -> torch.Tensor:
+    """The delta of the one layer."""
+    prefix = "base_model.model.lin"
+    return merged.tensors[f"{prefix}.lora_B.weight"] @ merged.tensors[f"{prefix}.lora_A.weight"]
+
+
+def merge_set(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each strategy: wall-clock time and peak memory of reading, merging and writing."""
+    with tempfile.TemporaryDirectory(prefix="merge-set-") as folder:
+        store = open_store(folder)
+        names = [f"a{index}" for index in range(args.adapters)]
+        for seed, name in enumerate(names):
+            put_random(store, name, seed, args)
+        print(f"{'strategy':>16} {'s':>8} {'peak MiB':>9} {'out MiB':>8} {'error':>8} {'to sum':>8}")
+        for strategy in args.strategies:
+            yield merge_one(store, strategy, names, args)
+
+
+def merge_one(store: Store, strategy: str, names: list[str], args: argparse.Namespace) -> dict[str, Any]:
+    """Merge the whole set from its files into its files."""
+    weights = {name: 1.0 / len(names) for name in names}
+    params = {"density": 0.5} if strategy.startswith("peft_") and strategy.endswith(("ties", "ties_svd")) else {}
+    start = high_water()
+    seconds, _, result = measured(
+        lambda: merge(store, weights, strategy=strategy, into=f"m-{strategy}", threads=args.threads, **params)
+    )
+    row = {
+        "strategy": strategy,
+        "seconds": seconds,
+        "peak_mebibytes": high_water(),
+        "resident_before": start,
+        "out_mebibytes": result.report.bytes / 2**20,
+        "error": result.report.error,
+        "to_sum": result.report.sum_distance,
+    }
+    print(
+        f"{strategy:>16} {seconds:>8.1f} {row['peak_mebibytes']:>9.0f} {row['out_mebibytes']:>8.0f} "
+        f"{row['error']:>8.1e} {row['to_sum']:>8.1e}",
+        flush=True,
+    )
+    return row
+
+
+def put_random(store: Store, name: str, seed: int, args: argparse.Namespace) -> None:
+    """One adapter over all layers, its factors with a part common to all adapters, as fine-tunes of one base have."""
+    own, shared = torch.Generator().manual_seed(seed + 1), torch.Generator().manual_seed(0)
+    dtype = getattr(torch, args.dtype)
+    tensors = {}
+    for layer in range(args.layers):
+        for path, (rows, columns) in LAYER.items():
+            prefix = f"base_model.model.model.layers.{layer}.{path}"
+            for leaf, shape in (("lora_A", (args.rank, columns)), ("lora_B", (rows, args.rank))):
+                common = torch.randn(shape, generator=shared)
+                values = 0.01 * (0.5 * common + torch.randn(shape, generator=own))
+                tensors[f"{prefix}.{leaf}.weight"] = values.to(dtype)
+    targets = sorted(path.rpartition(".")[2] for path in LAYER)
+    config = {"peft_type": "LORA", "r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": targets}
+    store.put(name, tensors, config)
+
+
+def measured(call: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Seconds, rise of the high-water mark in MiB, and the call's result."""
+    with high_water_reset() as before:
+        start = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+        return seconds, high_water() - before, result
+
+
+@contextmanager
+def high_water_reset() -> Iterator[float]:
+    """Set the process's high-water mark to what is resident now, and yield that in MiB (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    yield high_water()
+
+
+def high_water() -> float:
+    """The highest resident set since the last reset, in MiB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("/proc/self/status has no VmHWM")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", UserWarning)
+    main()
