@@ -175,12 +175,8 @@ class ShardReport:
             )
             for rank in self.ranks
         ]
-        title = f"{self.backend} over {len(self.ranks)} ranks, {self.units} units, one per {_unit(self.granularity)}"
+        title = f"{self.backend} over {len(self.ranks)} ranks, {self.units} units, granularity {self.granularity}"
         return [Table(columns=columns, rows=rows, title=title)]
-
-
-def _unit(granularity: str) -> str:
-    return "block and adapter" if granularity == "adapter" else "block"
 
 
 def shard_report(model: nn.Module, ranks: Ranks) -> ShardReport:

@@ -128,7 +128,8 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         given = {word.lstrip("+").partition("=")[0] for word in overrides}
         ours = [word for word in quiet if word.partition("=")[0] not in given]
         flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
-        through_hydra([*flags, *ours, *demo, *overrides], command.name, job)
+        config = [] if "--hydra-help" in flags else [*demo, *overrides]  # Hydra's own help composes no config of ours
+        through_hydra([*flags, *ours, *config], command.name, job)
     return worst(codes)
 
 

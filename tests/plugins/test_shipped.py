@@ -16,7 +16,7 @@ from multilora_store.assembly import assemble
 from multilora_store.assembly.bases import demo_adapters, demo_base
 from multilora_store.assembly.bridge import active_adapters, adapter_config, adapter_names, adapter_parameters, record
 from multilora_store.cli.plugins import dropin_folder
-from multilora_store.errors import ConfigError, DamagedError, ManifestError, UnsupportedError
+from multilora_store.errors import DamagedError, ManifestError, UnsupportedError, UsageError
 from multilora_store.plugins import Registry, default_registry
 from multilora_store.storage import Store, import_peft
 
@@ -115,23 +115,53 @@ def test_mlx_round_trip_gives_the_same_model(store: Store, tmp_path: Path, regis
     torch.testing.assert_close(logits(model), logits(wanted), rtol=0, atol=0)
 
 
-def test_mlx_source_refuses_other_folders(tmp_path: Path, registry: Registry, shared: Path, store: Store) -> None:
-    read = registry.get("source", "mlx").load()
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read(f"mlx://{tmp_path}")
-    with pytest.raises(ConfigError, match="needs no mlx://"):
-        read(f"mlx://{shared}/data/adapters/safety")
-    (tmp_path / "adapter_config.json").write_bytes((shared / "data/configs/p24_mlx_lm.json").read_bytes())
-    with pytest.raises(DamagedError, match="cannot be read"):
-        read(f"mlx://{tmp_path}")
-    folder = registry.get("exporter", "mlx").load()(store, "a", tmp_path / "one")
-    from safetensors.torch import load_file, save_file
+def test_a_bare_file_is_read_by_its_shapes(store: Store, tmp_path: Path, registry: Registry) -> None:
+    from safetensors.torch import save_file
 
-    tensors = load_file(folder / "adapters.safetensors")
-    tensors.pop(next(iter(tensors)))
-    save_file(tensors, folder / "adapters.safetensors")
-    with pytest.raises(DamagedError, match="pairs"):
-        read(f"mlx://{folder}")
+    config, tensors = demo_adapters()["b"]
+    file = tmp_path / "lora.safetensors"
+    save_file(dict(tensors), file)
+    model = assemble(demo_base(), {"x": {"source": f"bare://{file}?alpha={config.raw['lora_alpha']}"}})
+    wanted = assemble(demo_base(), {"b": {}}, store=store)
+    torch.testing.assert_close(logits(model), logits(wanted), rtol=0, atol=0)
+    assert adapter_config(model, "x").r == 8
+
+
+def test_a_bare_file_of_several_ranks_scales_all_alike(tmp_path: Path, registry: Registry) -> None:
+    from safetensors.torch import save_file
+
+    _, tensors = demo_adapters()["a"]
+    small = dict(tensors)
+    for side, cut in (("A", lambda t: t[:2]), ("B", lambda t: t[:, :2])):
+        key = f"base_model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
+        small[key] = cut(small[key]).contiguous()
+    save_file(small, tmp_path / "x.safetensors")
+    config = registry.get("source", "bare").load()(f"bare://{tmp_path}/x.safetensors?alpha=16").config
+    assert config.raw["rank_pattern"] == {"layers.0.self_attn.q_proj": 2}
+    assert config.raw["alpha_pattern"] == {"layers.0.self_attn.q_proj": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(next(iter(t))), "no pair"),
+        (lambda t: t.update({"embed.weight": torch.ones(2, 2)}), "is no factor"),
+        (lambda t: t.clear(), "any module"),
+    ],
+)
+def test_a_bare_file_of_something_else_is_refused(tmp_path: Path, registry: Registry, change: Any, words: str) -> None:
+    from safetensors.torch import save_file
+
+    tensors = dict(demo_adapters()["a"][1])
+    change(tensors)
+    save_file(tensors, tmp_path / "x.safetensors")
+    read = registry.get("source", "bare").load()
+    with pytest.raises(DamagedError, match=words):
+        read(f"bare://{tmp_path}/x.safetensors")
+    with pytest.raises(UsageError, match="alpha"):
+        read(f"bare://{tmp_path}/x.safetensors?alpha=lots")
+    with pytest.raises(DamagedError, match="cannot be read"):
+        read(f"bare://{tmp_path}/nothing.safetensors")
 
 
 def test_mlx_exporter_refuses_more_than_plain_lora(store: Store, tmp_path: Path, registry: Registry) -> None:

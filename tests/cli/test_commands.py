@@ -1,0 +1,311 @@
+"""Each command on a real store: what it does, prints, and says as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[[str], Any]
+
+
+def test_list(run: Run, store: str) -> None:
+    rows = run(f"list store={store} output=json").document["adapters"]
+    assert [(row["name"], row["versions"], sorted(row["tags"])) for row in rows] == [
+        ("a", 2, ["best"]),
+        ("b", 1, []),
+        ("team/zh", 1, []),
+    ]
+    assert rows[0]["latest"]["step"] == 2
+    assert len(run(f"list 'team/*' store={store}").out.splitlines()) == 2
+    assert "no adapter matches" in run(f"list 'nope*' store={store}").out
+
+
+def test_show(run: Run, store: str) -> None:
+    document = run(f"show a@best tensors=true store={store} output=json").document
+    assert (document["adapter"]["step"], document["config"]["r"], document["parameters"]) == (1, 8, 8192)
+    assert len(document["tensors"]) == 16
+    assert [item["step"] for item in document["versions"]] == [1, 2]
+    words = run(f"show a@best tensors=true store={store}").out
+    assert "best" in words
+    assert "layers.3.self_attn.v_proj.lora_B" in words
+    assert "中文" in run(f"show team/zh store={store}").out
+
+
+def test_log(run: Run, store: str) -> None:
+    document = run(f"log store={store} output=json").document
+    assert [entry["seq"] for entry in document["entries"]] == sorted(
+        (entry["seq"] for entry in document["entries"]), reverse=True
+    )
+    assert document["entries"][0]["changes"][0]["name"] == "team/zh"
+    assert "put a@v" in run(f"log a store={store}").out
+    assert "older entries" in run(f"log limit=1 store={store}").out
+    assert len(run(f"log a limit=0 store={store} output=json").document["entries"]) == 2
+
+
+def test_tag_and_untag(run: Run, store: str) -> None:
+    assert run(f"tag a@latest prod store={store}").code == 0
+    tags = run(f"list store={store} output=json").document["adapters"][0]["tags"]
+    assert set(tags) == {"best", "prod"}
+    assert tags["best"] != tags["prod"]
+    assert run(f"tag a prod remove=true store={store}").code == 0
+    assert run(f"show a@prod store={store}").code == 1
+    assert run(f"tag a v0123456789abcdef store={store}").code == 2
+
+
+def test_delete(run: Run, store: str) -> None:
+    first = run(f"show a store={store} output=json").document["versions"][0]["version"]
+    assert run(f"delete a@{first} store={store}").code == 1  # the tag `best` names it
+    assert run(f"tag a best remove=true store={store}").code == 0
+    assert run(f"delete a@{first} store={store}").code == 0
+    assert run(f"show a@{first} store={store}").code == 1
+    assert run(f"delete b store={store} output=json").document["deleted"]["versions"]
+    assert run(f"delete store={store}").code == 2
+    assert run(f"delete nope store={store}").code == 1
+
+
+def test_path_prints_the_folder_alone(run: Run, store: str) -> None:
+    result = run(f"path a@best store={store}")
+    folder = Path(result.out.strip())
+    assert {file.name for file in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+
+
+def test_export_and_import_keep_the_version(run: Run, store: str, here: Path) -> None:
+    assert run(f"export a@best ./out/a store={store}").code == 0
+    assert run("import ./out/a copy store=./other tags=[first]").code == 0
+    one = run(f"show a@best store={store} output=json").document["adapter"]
+    two = run("show copy@first store=./other output=json").document["adapter"]
+    assert one["digest"] == two["digest"]
+    document = run(f"export 'team/*' ./many store={store} output=json").document
+    assert [item["ref"] for item in document["exported"]] == ["team/zh"]
+    assert (here / "many" / "team" / "zh" / "adapter_config.json").is_file()
+    assert run(f"export 'nope*' ./many store={store}").code == 1
+
+
+def test_import_of_real_adapters(run: Run, shared: Path) -> None:
+    document = run(f"import {shared}/data/adapters store=./s prefix=team/ output=json").document
+    assert [item["name"] for item in document["adapters"]] == ["team/code_style", "team/safety", "team/zh_tone"]
+    assert run("verify store=./s").code == 0
+
+
+def test_import_refuses_other_tools_folders(run: Run, shared: Path, here: Path) -> None:
+    (here / "mlx").mkdir()
+    (here / "mlx" / "adapter_config.json").write_bytes((shared / "data/configs/p24_mlx_lm.json").read_bytes())
+    result = run("import ./mlx store=./s")
+    assert result.code in {1, 2}
+    assert "Traceback" not in result.err
+
+
+def test_verify_finds_damage_with_code_3(run: Run, store: str) -> None:
+    assert run(f"verify store={store}").code == 0
+    file = Path(run(f"path b store={store}").out.strip()) / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    result = run(f"verify store={store} output=json")
+    assert (result.code, result.document["exit"], result.document["ok"]) == (3, 3, False)
+    assert any("b" in json.dumps(finding) for finding in result.document["findings"])
+    assert run(f"verify a store={store}").code == 0
+
+
+def test_diff(run: Run, store: str) -> None:
+    assert run(f"diff a@best a@best store={store}").code == 0
+    result = run(f"diff a@best a store={store} output=json")
+    assert result.code == 3
+    assert result.document["deltas"]["cosine"] == pytest.approx(1.0, abs=1e-4)
+    assert result.document["config"] == {}
+    result = run(f"diff a b store={store}")
+    assert result.code == 3
+    assert "cosine" in result.out
+
+
+def test_merge(run: Run, store: str) -> None:
+    """Case 96: the resolved list and the weights are printed."""
+    line = f"merge '+adapters=[a@best,b]' adapters.a.weight=0.7 merge=linear merge.into=ab store={store}"
+    result = run(f"{line} dry_run=true")
+    assert "nothing was written" in result.out
+    assert run(f"show ab store={store}").code == 1
+    result = run(line)
+    assert result.code == 0, result.err
+    assert "0.7" in result.out
+    shown = run(f"show ab store={store} output=json").document["adapter"]
+    assert len(shown["parents"]) == 2
+    assert shown["recipe"]["strategy"] == "linear"
+    assert run(line).code == 1  # `ab` exists
+    assert run(line + " merge.if_exists=version").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("merge=ties", 2),
+        ("", 2),
+        ("merge=nope merge.into=x", 2),
+        ("merge=ties merge.into=x merge.params.densty=1", 2),
+        ("merge=ties merge.into=x merge.params.density=7", 2),
+    ],
+)
+def test_merge_refuses_in_words(run: Run, store: str, words: str, code: int) -> None:
+    result = run(f"merge '+adapters=[a,b]' {words} store={store}")
+    assert result.code == code
+    assert result.err.startswith("error: ")
+
+
+def test_merge_takes_only_adapters_of_the_store(run: Run, store: str) -> None:
+    run(f"export a ./a store={store}")
+    result = run(f"merge '+adapters={{x: {{source: ./a}}, b: {{}}}}' merge=linear merge.into=xb store={store}")
+    assert result.code == 2
+    assert "import ./a x" in result.err
+
+
+def test_assemble_the_demo(run: Run) -> None:
+    result = run("assemble '+adapters=[a,b,c]' adapters.a.weight=0.3 adapters.b.active=false adapters.c.trainable=true")
+    assert result.code == 0, result.err
+    assert result.err.startswith("This is the embedded demo")
+    rows = [line.split() for line in result.out.splitlines()[1:4]]
+    assert [(row[0], row[2], row[-2], row[-1]) for row in rows] == [
+        ("a", "8", "0.3", "-"),
+        ("b", "8", "-", "-"),
+        ("c", "4", "1", "yes"),
+    ]
+
+
+def test_assemble_says_everything_as_json(run: Run, store: str) -> None:
+    line = f"assemble '+adapters=[b,a@best]' store={store} base=demo output=json"
+    document = run(line).document
+    row = document["adapters"][1]
+    assert {key: row[key] for key in ("name", "rank", "targets", "tensors", "parameters", "dtype", "bytes")} == {
+        "name": "a",
+        "rank": 8,
+        "targets": 8,
+        "tensors": 16,
+        "parameters": 8192,
+        "dtype": "float32",
+        "bytes": 32768,
+    }
+    assert (row["source"], row["store"], row["active"], row["trainable"]) == ("a@best", store, True, False)
+    assert document["demo"] is False
+
+
+def test_a_typo_lists_config_and_store(run: Run, store: str) -> None:
+    """A typo never yields a random adapter, and both lists are shown."""
+    result = run("assemble '+adapters=[a,d]'")
+    assert result.code == 1
+    assert "configuration: a, b, c; store: a, b, c" in result.err
+    result = run(f"assemble '+adapters=[c]' store={store} base=demo")
+    assert result.code == 1
+    assert "store: a, b, team/zh" in result.err
+
+
+def test_a_dry_run_prints_the_plan_and_touches_nothing(run: Run, store: str, here: Path) -> None:
+    """Case 127: adapter, action, trainable and source, before anything happens."""
+    line = "'+adapters={a: {}, new: {if_missing: init, trainable: true, config: {r: 2, target_modules: [q_proj]}}}'"
+    document = run(f"assemble {line} store={store} dry_run=true output=json").document
+    assert [(row["name"], row["action"], row["trainable"]) for row in document["adapters"]] == [
+        ("a", "load", False),
+        ("new", "create", True),
+    ]
+    assert list(here.iterdir()) == []
+
+
+def test_patterns_take_many(run: Run, store: str) -> None:
+    document = run(f"assemble '+adapters=[\"*\"]' store={store} base=demo output=json").document
+    assert [row["name"] for row in document["adapters"]] == ["a", "b", "team/zh"]
+
+
+def test_a_lock_is_written_and_taken_back(run: Run, store: str, here: Path) -> None:
+    first = run(f"assemble '+adapters=[a,b]' store={store} base=demo lock=set.json output=json").document
+    from multilora_store import open_store
+
+    opened = open_store(store)
+    again = opened.get("a@best")
+    opened.put("a", {key: value * 3 for key, value in again.tensors.items()}, again.config)
+    locked = run("assemble lock_from=set.json base=demo output=json").document
+    assert [row["version"] for row in locked["adapters"]] == [row["version"] for row in first["adapters"]]
+    moved = run(f"assemble '+adapters=[a]' store={store} base=demo output=json").document
+    assert moved["adapters"][0]["version"] != first["adapters"][0]["version"]
+    (here / "bad.json").write_text("{}")
+    assert run("assemble lock_from=bad.json base=demo").code == 2
+    assert run("assemble lock_from=nope.json base=demo").code == 2
+    assert run("assemble lock_from=set.json '+adapters=[a]' base=demo").code == 2
+
+
+def test_save_then_snapshot_then_restore(run: Run, store: str, here: Path) -> None:
+    line = f"assemble '+adapters=[a,b]' adapters.b.weight=0.5 adapters.b.trainable=true store={store} base=demo"
+    saved = run(f"{line} save.step=7 output=json").document["snapshot"]
+    assert (saved["step"], saved["adapters"]["b"]["weight"]) == (7, 0.5)
+    rebuilt = run(f"assemble snapshot=latest store={store} base=demo output=json").document["adapters"]
+    assert [(row["name"], row["weight"], row["trainable"]) for row in rebuilt] == [("a", 1.0, False), ("b", 0.5, True)]
+    assert saved["id"] in run(f"snapshots store={store}").out
+    assert run(f"snapshots latest store={store} output=json").document["snapshot"]["id"] == saved["id"]
+    assert run(f"restore ./out store={store}").code == 0
+    assert (here / "out" / "a" / "adapter_model.safetensors").is_file()
+    assert run("assemble lock_from=out/set.lock.json base=demo").code == 0
+    assert run(f"restore ./out store={store}").code == 2  # not empty
+    assert run(f"delete snapshot={saved['id']} store={store}").code == 0
+    assert run(f"snapshots latest store={store}").code == 1
+
+
+def test_export_of_the_assembled_set(run: Run, store: str, here: Path) -> None:
+    run(f"assemble '+adapters=[a,team/zh]' dtype=bfloat16 export=./out store={store} base=demo")
+    from safetensors.torch import load_file
+
+    tensors = load_file(here / "out" / "team" / "zh" / "adapter_model.safetensors")
+    assert {str(value.dtype) for value in tensors.values()} == {"torch.bfloat16"}
+
+
+def test_meta_builds_the_structure_alone(run: Run, store: str) -> None:
+    assert run(f"assemble '+adapters=[a]' device=meta store={store} base=demo").code == 0
+    assert run(f"assemble '+adapters=[a]' device=meta save=true store={store} base=demo").code == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "list",
+        "show a",
+        "verify",
+        "import ./x",
+        "tag a@latest best",
+        "delete a",
+        "path a",
+        "assemble snapshot=latest base=demo",
+    ],
+)
+def test_without_a_store_nothing_is_touched(run: Run, line: str, here: Path) -> None:
+    result = run(line)
+    assert result.code == 2
+    assert "store" in result.err
+    assert list(here.iterdir()) == []
+
+
+def test_without_a_base(run: Run, store: str) -> None:
+    result = run(f"assemble '+adapters=[a]' store={store}")
+    assert result.code == 2
+    assert "base=hf" in result.err
+
+
+def test_the_store_of_the_environment(run: Run, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTILORA_STORE", store)
+    assert run("list").code == 0
+    assert run("assemble '+adapters=[a]'").code == 2  # a store is configured, so this is no demo, and there is no base
+
+
+def test_a_folder_that_is_no_store_is_said_to_be_none(run: Run, here: Path) -> None:
+    result = run("list store=./nothing")
+    assert result.code == 1
+    assert "is not a store" in result.err
+    assert list(here.iterdir()) == []
+
+
+def test_base_providers_and_their_parameters(run: Run, store: str) -> None:
+    assert run(f"assemble '+adapters=[a]' store={store} base=demo base.layers=2").code == 1  # it does not fit
+    assert run(f"assemble '+adapters=[a]' store={store} base=hf").code == 2
+    assert "base.path" in run(f"assemble '+adapters=[a]' store={store} base=hf").err
+    assert run(f"assemble '+adapters=[a]' store={store} base=hf base.path=./nope").code == 1
+    target = "multilora_store.assembly.bases:demo_base"
+    assert run(f"assemble '+adapters=[a]' store={store} base=python base.target={target}").code == 0
