@@ -111,11 +111,9 @@ def broadcast_from_owners(
         if not items:
             continue
         size = sum(item.layout.nbytes for item in items)
-        sent = (
-            torch.cat([_raw(whole[item.label]) for item in items])
-            if owner == me
-            else torch.empty(size, dtype=torch.uint8)
-        )
+        sent = torch.empty(size, dtype=torch.uint8)
+        if owner == me:
+            torch.cat([_raw(whole[item.label]) for item in items], out=sent)
         if group is not None:
             dist.broadcast(sent, src=owner, group=group)
         offset = 0

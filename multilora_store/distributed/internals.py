@@ -25,6 +25,7 @@ __all__ = [
     "fsdp1_reshard",
     "require",
     "reset_iteration",
+    "unit_names",
     "units_holding",
 ]
 
@@ -103,6 +104,12 @@ def units_holding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> list[F
             if any(id(each.sharded_param) in wanted for group in groups for each in group.fsdp_params):
                 found.setdefault(id(module._get_fsdp_state()), module)
     return list(found.values())
+
+
+def unit_names(root: nn.Module) -> int:
+    """Characters in torch's own names of all FSDP2 units: what grew with every attach before it was reset."""
+    units = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)}
+    return sum(len(group._module_fqn or "") for state in units.values() for group in state._fsdp_param_groups)
 
 
 def fixed_policies(unit: FSDPModule) -> bool:

@@ -218,7 +218,7 @@ def check_kind(part: OptimizerPart, optimizer: torch.optim.Optimizer, adapter: s
     """
     if part.kind != type(optimizer).__name__:
         raise UsageError(
-            f"the snapshot holds state of {part.kind} for adapter {adapter}, the optimizer is {type(optimizer).__name__}",
+            f"the snapshot has {part.kind} state for adapter {adapter}, this is {type(optimizer).__name__}",
             remedy=f"give restore() a {part.kind}, or no optimizer",
         )
 

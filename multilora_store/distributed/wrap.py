@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from multilora_store.assembly.bridge import adapter_parameters, innermost, peft_model, record, trainable_adapters
 from multilora_store.distributed import fsdp1
 from multilora_store.distributed.agreement import ranks_of_mesh, world
-from multilora_store.distributed.audit import audit
+from multilora_store.distributed.auditing import audit
 from multilora_store.distributed.guards import guard
 from multilora_store.distributed.internals import require
 from multilora_store.distributed.layout import describe_set, layouts

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, overload
+from typing import Any, Final, Literal, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +19,7 @@ from multilora_store.adapter import storage_name
 from multilora_store.assembly.bridge import active_adapters, peft_model, record, trainable_adapters
 from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
-from multilora_store.distributed.audit import checksum
+from multilora_store.distributed.auditing import checksum
 from multilora_store.distributed.exchange import Item, gather_to_owners
 from multilora_store.distributed.layout import AdapterLayout, describe_set, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
@@ -52,6 +52,9 @@ class Payload:
     @property
     def nbytes(self) -> int:
         return sum(item.layout.nbytes for item in self.items)
+
+
+Moved: TypeAlias = Sequence[tuple[Payload, Mapping[str, torch.Tensor]]]
 
 
 @dataclass
@@ -334,9 +337,7 @@ def _optimizer_payload(
     return Payload(f"optimizer/{adapter.name}", list(optimizers.slots(part, adapter, optimizer)), deliver)
 
 
-def _gathered(
-    ranks: Ranks, payloads: Sequence[Payload], budget: int
-) -> Iterator[list[tuple[Payload, dict[str, torch.Tensor]]]]:
+def _gathered(ranks: Ranks, payloads: Sequence[Payload], budget: int) -> Iterator[Moved]:
     """Round by round: the payloads that this rank owns, whole, on the host."""
     by_key = {payload.key: payload for payload in payloads}
     sizes = {key: payload.nbytes for key, payload in by_key.items()}
@@ -369,7 +370,7 @@ def group_of(items: Mapping[int, Sequence[Item]], ranks: Ranks) -> tuple[dist.Pr
     return None, ranks.members
 
 
-def _deliver(job: _Job, moved: Sequence[tuple[Payload, Mapping[str, torch.Tensor]]]) -> None:
+def _deliver(job: _Job, moved: Moved) -> None:
     for payload, whole in moved:
         job.delivered.append(payload.deliver(whole))
 

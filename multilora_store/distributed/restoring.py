@@ -23,7 +23,7 @@ from multilora_store.distributed.exchange import (
 from multilora_store.distributed.layout import AdapterLayout, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
-from multilora_store.distributed.save import group_of, kept_versions, local_digest
+from multilora_store.distributed.saving import group_of, kept_versions, local_digest
 from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, reshard
 from multilora_store.errors import CoverageError, UnsupportedError, UsageError, choices
 from multilora_store.storage import Snapshot, Store, StoredAdapter, Version
@@ -160,15 +160,11 @@ def _open(store: Store, version: Version, adapter: AdapterLayout) -> StoredAdapt
     stored = store.get(version)
     found = {info.name: info.shape for info in stored.infos.values()}
     expected = {key: layout.shape for key, layout in adapter.layouts.items()}
-    wrong = sorted(
-        [f"{key} is missing" for key in expected.keys() - found.keys()]
-        + [f"{key} is not the model's" for key in found.keys() - expected.keys()]
-        + [
-            f"{k} is {found[k]}, the model's is {expected[k]}"
-            for k in expected.keys() & found.keys()
-            if found[k] != expected[k]
-        ]
-    )
+    wrong = [
+        f"{key} is {found.get(key, 'missing')} in the store, {expected.get(key, 'missing')} in the model"
+        for key in sorted(expected.keys() | found.keys())
+        if found.get(key) != expected.get(key)
+    ]
     if wrong:
         raise CoverageError(
             f"{version} does not fit adapter {adapter.name} of this model: {len(wrong)} tensors differ",
@@ -285,11 +281,8 @@ def _restore_optimizer(
     for round_ in plan_rounds(owners, {n: a.nbytes for n, a in held.items()}, budget):
         own = [n for n in round_.get(ranks.members[ranks.rank], ()) if n in mine]
         loaded = ranks.together("reading optimizer state", lambda own=own: {n: read(n) for n in own})  # type: ignore[misc]
-        parts = dict(
-            pair
-            for theirs in ranks.share("optimizer state", [(n, p) for n, (p, _) in loaded.items()])
-            for pair in theirs
-        )
+        told = ranks.share("optimizer state", {name: part for name, (part, _) in loaded.items()})
+        parts = {name: part for theirs in told for name, part in theirs.items()}
         whole = {label: tensor for _, tensors in loaded.values() for label, tensor in tensors.items()}
         moved = {
             owner: [item for n in names for item in _slots(n, parts[n], held[n], optimizer)]
