@@ -252,7 +252,12 @@ class TakeSnapshot:
             step=fields.optional_whole("step"),
             adapters=members,
             metadata=fields.free("metadata"),
-            files={check_snapshot_file(path): FileRecord.read(row) for path, row in fields.inners("files").items()},
+            files={
+                path: FileRecord.read(row)
+                for path, row in zip(
+                    fields.inner("files").keys(check_snapshot_file), fields.inners("files").values(), strict=True
+                )
+            },
         )
 
 

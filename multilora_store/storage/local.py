@@ -62,20 +62,20 @@ class LocalBlobs:
     def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
         path = self.local_path(key)
         with translated("writing", str(path)):
-            temporary = self._write_temporary(path, parts)
+            temporary, holders = self._write_temporary(path, parts)
             try:
                 os.replace(temporary, path)
             except BaseException:
                 _remove_quietly(temporary)
                 raise
-            _sync_folder(path.parent)
+            _sync_folders(path.parent, *holders)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)
         with translated("creating", str(path)):
             if os.path.lexists(path):
                 return False
-            temporary = self._write_temporary(path, data)
+            temporary, holders = self._write_temporary(path, data)
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -86,7 +86,7 @@ class LocalBlobs:
                 return _create_framed(path, data)
             finally:
                 _remove_quietly(temporary)
-            _sync_folder(path.parent)
+            _sync_folders(path.parent, *holders)
         return True
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
@@ -150,9 +150,10 @@ class LocalBlobs:
                 path=str(path),
             )
 
-    def _write_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> Path:
+    def _write_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> tuple[Path, Sequence[Path]]:
+        """A flushed file beside `path`, and the folders that hold names which are yet to be flushed."""
         temporary = path.parent / f"{_TEMPORARY}{path.name}~{secrets.token_hex(4)}"
-        descriptor = _open_in_folder(temporary)
+        descriptor, holders = _open_in_folder(temporary)
         try:
             with open(descriptor, "wb", buffering=1 << 20) as file:
                 for part in parts_of(parts):
@@ -162,7 +163,7 @@ class LocalBlobs:
         except BaseException:
             _remove_quietly(temporary)
             raise
-        return temporary
+        return temporary, holders
 
     def _walk(self, folder: Path) -> Iterator[BlobInfo]:
         try:
@@ -190,28 +191,36 @@ class LocalBlobs:
             folder = folder.parent
 
 
-def _open_in_folder(path: Path) -> int:
+def _open_in_folder(path: Path) -> tuple[int, list[Path]]:
     """Creates `path`, and its folder as often as somebody who frees an empty folder takes it away again."""
     for attempt in range(_FOLDER_PATIENCE):
         try:
-            _make_folder(path.parent)
-            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            holders = _make_folder(path.parent)
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666), holders
         except FileNotFoundError:
             if attempt + 1 == _FOLDER_PATIENCE:
                 raise
     raise AssertionError("unreachable")
 
 
-def _make_folder(folder: Path) -> None:
-    """Makes the folder and its parents, and flushes each new name to the disk."""
+def _make_folder(folder: Path) -> list[Path]:
+    """Makes the folder and its parents; returns the folders that hold new names, which are yet to be flushed.
+
+    They are flushed after the file has its name: the disk then writes all of it in one go.
+    """
     if folder.is_dir():
-        return
-    _make_folder(folder.parent)
+        return []
+    holders = _make_folder(folder.parent)
     try:
         os.mkdir(folder)
     except FileExistsError:
-        return
-    _sync_folder(folder.parent)
+        return holders  # another writer was faster, and flushes it before anything in it counts
+    return [folder.parent, *holders]
+
+
+def _sync_folders(*folders: Path) -> None:
+    for folder in folders:
+        _sync_folder(folder)
 
 
 def _sync_folder(folder: Path) -> None:

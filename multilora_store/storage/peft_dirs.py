@@ -107,13 +107,14 @@ def import_peft(
     folder = _Folder(path_or_url)
     found = plan_import(folder.keys(), folder.where, name=name, prefix=prefix)
     read = {adapter.name: _read(folder, adapter.folder, allow_pickle) for adapter in found}
-    staged = [
-        store.stage(
-            adapter_name, one.tensors, one.config, files=one.files or None, step=one.step, tags=tags,
-            metadata={"imported_from": one.where},
-        )
+    requests = [
+        {
+            "name": adapter_name, "tensors": one.tensors, "config": one.config, "files": one.files or None,
+            "step": one.step, "tags": tags, "metadata": {"imported_from": one.where},
+        }
         for adapter_name, one in read.items()
     ]  # fmt: skip
+    staged = store.stage_many(requests)
     versions = store.commit(staged).versions
     return [versions[adapter.name] for adapter in found]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +14,7 @@ from multilora_store.errors import ConflictError, UsageError
 from multilora_store.storage.blobs import Blobs, Buffer
 from multilora_store.storage.changes import Put
 from multilora_store.storage.codec import encode, lazy_from_bytes, nonfinite
-from multilora_store.storage.contents import MODEL_FILE, Contents, encoded_contents, original_contents
+from multilora_store.storage.contents import MODEL_FILE, RECORD_FILE, Contents, encoded_contents, original_contents
 from multilora_store.storage.records import plain_json, sha256
 from multilora_store.storage.state import State
 
@@ -116,9 +117,13 @@ def plan_directory(state: State | None, name: str, contents: Contents) -> tuple[
 
 
 def upload(blobs: Blobs, directory: str, contents: Contents) -> None:
-    """Writes the files of a version, the record last."""
-    for file, parts in contents.files().items():
-        blobs.write(f"{directory}/{file}", parts)
+    """Writes the files of a version, the record last, the two others side by side."""
+    files = contents.files()
+    record = files.pop(RECORD_FILE)
+    with ThreadPoolExecutor(len(files)) as pool:
+        for done in [pool.submit(blobs.write, f"{directory}/{file}", parts) for file, parts in files.items()]:
+            done.result()
+    blobs.write(f"{directory}/{RECORD_FILE}", record)
 
 
 def restage(blobs: Blobs, staged: StagedPut, state: State) -> StagedPut:

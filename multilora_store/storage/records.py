@@ -132,7 +132,13 @@ class Fields:
 
     def checked(self, field: str, check: Callable[[str], str]) -> str:
         """A string that passes `check`, one of the name rules."""
-        found = self.text(field)
+        return self._pass(field, self.text(field), check)
+
+    def keys(self, check: Callable[[str], str]) -> list[str]:
+        """The object's keys, each of which passes `check`."""
+        return [self._pass("key", key, check) for key in self.data]
+
+    def _pass(self, field: str, found: str, check: Callable[[str], str]) -> str:
         try:
             return check(found)
         except MultiLoRAError as error:

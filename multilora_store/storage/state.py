@@ -242,11 +242,16 @@ class State:
             seq=fields.whole("seq"),
             digest=fields.digest("digest"),
             time=fields.moment("time"),
-            adapters={check_name(name): _read_adapter(name, row) for name, row in fields.inners("adapters").items()},
+            adapters={
+                name: _read_adapter(name, row)
+                for name, row in zip(
+                    fields.inner("adapters").keys(check_name), fields.inners("adapters").values(), strict=True
+                )
+            },
             snapshots={snapshot.id: snapshot for snapshot in snapshots},
             deleted=deleted,
-            dropped={check_snapshot_id(identity): dropped.whole(identity) for identity in dropped.data},
-            purged={check_directory(path): purged.whole(path) for path in purged.data},
+            dropped={identity: dropped.whole(identity) for identity in dropped.keys(check_snapshot_id)},
+            purged={path: purged.whole(path) for path in purged.keys(check_directory)},
             origins={origin.key: origin for origin in origins},
         )
 
@@ -266,9 +271,9 @@ def _read_adapter(name: str, fields: Fields) -> AdapterState:
             fields.refuse("versions", version.name, f"a version of {name}")
     by_id = {version.id: version for version in versions}
     tags = Fields(fields.mapping("tags"), f"{fields.where} tags")
-    for tag in tags.data:
+    for tag in tags.keys(check_tag):
         if tags.version_id(tag) not in by_id:
-            tags.refuse(check_tag(tag), tags.data[tag], "a live version")
+            tags.refuse(tag, tags.data[tag], "a live version")
     return AdapterState(versions=by_id, tags=dict(tags.data))
 
 

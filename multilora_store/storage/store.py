@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -176,6 +177,20 @@ class Store:
         if staged.uploaded:
             upload(self.blobs, put.directory, contents)
         return staged
+
+    def stage_many(self, requests: Sequence[Mapping[str, Any]], *, threads: int = 4) -> list[StagedPut]:
+        """Stages several adapters side by side: while one is flushed to the storage, others are hashed.
+
+        Args:
+            requests: The arguments of `stage`, one mapping for each adapter.
+            threads: How many are at work at once.
+
+        Returns:
+            What `stage` returns for each, in the given order. If one fails, its error is raised after the others end.
+        """
+        self.journal.make_store()
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            return [done.result() for done in [pool.submit(self.stage, **request) for request in requests]]
 
     def commit(
         self,

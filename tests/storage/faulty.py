@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ class FaultyBlobs:
         self.fault = fault
         self.repeat = repeat
         self.calls: list[str] = []
+        self._counting = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -39,8 +41,9 @@ class FaultyBlobs:
         return self.inner.exclusive
 
     def _goes_wrong(self, call: str) -> bool:
-        self.calls.append(call)
-        number = len(self.calls) - 1
+        with self._counting:
+            self.calls.append(call)
+            number = len(self.calls) - 1
         return self.at is not None and (number == self.at or (self.repeat and number > self.at))
 
     def _failure(self) -> StorageUnreachableError:

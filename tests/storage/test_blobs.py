@@ -220,7 +220,9 @@ def _in_child(blobs: Blobs) -> str:
 
 def test_an_unreachable_endpoint_is_named_and_soon() -> None:
     pytest.importorskip("obstore")
-    blobs = open_blobs("s3://bucket/x", endpoint_url="http://127.0.0.1:9", retries=0, timeout=2, region="us-east-1", anon=True)
+    blobs = open_blobs(
+        "s3://bucket/x", endpoint_url="http://127.0.0.1:9", retries=0, timeout=2, region="us-east-1", anon=True
+    )
     with pytest.raises(StorageUnreachableError) as caught:
         blobs.read("a")
     assert "s3://bucket/x/a" in str(caught.value)

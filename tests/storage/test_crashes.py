@@ -109,7 +109,7 @@ OPERATIONS = {
 def test_every_call_of_every_operation_may_go_wrong(
     memory_url: str, operation: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For every n: the n-th call fails, is cut short or loses its answer; the state is the old or the new one, whole."""
+    """For every n: call n fails, is cut short or loses its answer; the state is the old or the new one, whole."""
     monkeypatch.setattr(journal_module.time, "sleep", lambda _: None)
     before = MemoryBlobs(memory_url)
     first = Store(before, cache=None)

@@ -141,7 +141,7 @@ def test_every_field_of_a_checkpoint(store: Store) -> None:
     for variant in variants(json.loads(store.state().to_bytes())):
         try:
             state = State.from_bytes(json.dumps(variant).encode(), "checkpoint")
-        except (DamagedError, StoreFormatError, MultiLoRAError):
+        except (DamagedError, StoreFormatError):
             refused += 1
             continue
         accepted += 1
@@ -193,14 +193,16 @@ def test_a_hostile_newest_entry_stops_the_store_in_words(store: Store, tmp_path:
     outside.mkdir()
     generator = random.Random(1)
     chosen = generator.sample(list(variants({**frame, "changes": [put]})), 120)
+    refused = 0
     for variant in chosen:
         store.blobs.write("journal/00000004.json", json.dumps(variant).encode())
         fresh = open_store(tmp_path / "root" / "store")
         try:
             use(fresh)
-        except MultiLoRAError as error:
-            assert str(error)
+        except MultiLoRAError:
+            refused += 1
         store.blobs.delete([f"journal/{n:08d}.json" for n in range(4, 10)])
+    assert refused > 60
     assert list(outside.iterdir()) == []
     assert sorted(path.name for path in (tmp_path / "root").iterdir()) == ["store"]
 
@@ -226,7 +228,8 @@ def test_an_entry_that_names_foreign_files_finds_no_version(store: Store, tmp_pa
     "data",
     [
         b"", b"\xff\xfe", b"[]", b"1", b"null", b"{", b'{"a":1,"a":2}', b'{"a":NaN}', b'{"a":Infinity}',
-        b'{"a":' * 200_000, b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"a":1}x', "{\"a\":\"\ud800\"}".encode("utf-8", "surrogatepass"),
+        b'{"a":' * 200_000, b'{"a":' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"a":1}x',
+        "{\"a\":\"\ud800\"}".encode("utf-8", "surrogatepass"),
     ],
 )  # fmt: skip
 def test_what_is_no_record(data: bytes) -> None:

@@ -219,7 +219,7 @@ def test_history_that_does_not_follow_is_damage(blobs: Blobs, memory_url: str) -
     altered = json.loads(good)
     altered["writer"] = "somebody else"
     blobs.write(entry_key(3), json.dumps(altered).encode())
-    with pytest.raises(DamagedError, match="entry 4 .* does not follow"):
+    with pytest.raises(DamagedError, match=r"entry 4 .* does not follow"):
         Journal(blobs).refold()
 
 
@@ -229,7 +229,7 @@ def test_an_entry_behind_a_gap_is_seen(blobs: Blobs) -> None:
     fresh = Journal(blobs)
     assert fresh.state().seq == 2
     assert fresh.stray_entries(2) == [entry_key(4), entry_key(5)]
-    with pytest.raises(DamagedError, match="entry 3 .* is missing"):
+    with pytest.raises(DamagedError, match=r"entry 3 .* is missing"):
         journal.entry(3)
 
 
@@ -495,5 +495,3 @@ def test_folding_changes_whose_object_is_gone_does_nothing(blobs: Blobs) -> None
         lambda state: [Untag(name="n0", tag="none"), Tag(name="n0", tag="best", id="v" + "0" * 16)]
     ).state
     assert state.adapters["n0"].tags == {}
-
-

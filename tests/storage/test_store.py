@@ -17,8 +17,8 @@ from samples import CONFIG, same, tensors
 
 from multilora_store.adapter import AdapterConfig, TensorInfo, content_digest, version_id
 from multilora_store.errors import (
-    ConflictError,
     ConfigError,
+    ConflictError,
     DamagedError,
     ExistsError,
     NameNotAllowedError,
@@ -226,7 +226,7 @@ def test_deleting_the_latest_falls_back(local: Store) -> None:
     assert local.names() == []
     with pytest.raises(NotInStoreError, match="all its versions were deleted"):
         local.resolve("a")
-    with pytest.raises(NotInStoreError, match="was deleted .* by entry 5"):
+    with pytest.raises(NotInStoreError, match=r"was deleted .* by entry 5"):
         local.resolve(f"a@{made[0].id}")
     assert files(local) >= {f"{version.directory}/version.json" for version in made}
     new = local.put("a", tensors(7), CONFIG)
@@ -291,7 +291,8 @@ def test_names_are_checked_inside_the_commit(local: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/x", "a/../b", "", ".", "a//b", "a b", "con", "no", "1e5", "a--b", "a.", "ü", "x" * 200, "latest"]
+    "name",
+    ["../x", "/etc/x", "a/../b", "", ".", "a//b", "a b", "con", "no", "1e5", "a--b", "a.", "ü", "x" * 200, "latest"],
 )
 def test_hostile_names_write_nothing(local: Store, tmp_path: Path, name: str) -> None:
     """Cases 41, 60."""
@@ -394,7 +395,9 @@ def test_snapshot_files_stay_inside(local: Store) -> None:
     record = local.stage_snapshot_file("s1", "extra/x", b"x")
     version = local.put("a", tensors(0), CONFIG)
     member = SnapshotMember(version=version.id)
-    snapshot = local.commit([], snapshot=SnapshotDraft(id="s1", adapters={"a": member}, files={"extra/x": record})).snapshot
+    snapshot = local.commit(
+        [], snapshot=SnapshotDraft(id="s1", adapters={"a": member}, files={"extra/x": record})
+    ).snapshot
     local.blobs.write("snapshots/s1/extra/x", b"y")
     with pytest.raises(DamagedError, match="not what was stored"):
         local.read_snapshot_file(snapshot, "extra/x")
