@@ -9,10 +9,11 @@ from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.peft_dirs import PeftFolder, plan_import, read_peft_dir
 from multilora_store.storage.puts import Source, build_contents, make_put, plan_directory
+from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import State, Version
 from multilora_store.storage.store import Store
 from multilora_store.storage.sync import SyncReport
-from multilora_store.storage.sync_plan import Selection, SyncPlan
+from multilora_store.storage.sync_plan import SyncPlan
 
 __all__ = ["export_folder", "holds_adapters", "import_folder"]
 

@@ -24,11 +24,13 @@ from multilora_store.errors import (
 )
 from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.changes import Change, Import, Origin
+from multilora_store.storage.divergence import Diverged
 from multilora_store.storage.journal import Journal
 from multilora_store.storage.records import dump
+from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import State, Version
 from multilora_store.storage.store import Store, open_store
-from multilora_store.storage.sync_plan import Diverged, Selection, SyncPlan, common_origin, plan_sync
+from multilora_store.storage.sync_plan import SyncPlan, common_origin, plan_sync
 from multilora_store.storage.transfer import Progress, Transfer, VanishedError, bound_directory
 
 __all__ = ["SyncReport", "sync"]

@@ -10,89 +10,24 @@ holds on to it. Both sides keep their versions; where both moved `latest` or a t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from multilora_store.adapter import check_new_name
 from multilora_store.errors import ConflictError, UsageError
 from multilora_store.storage.changes import Change, Delete, DropSnapshot, Origin, Tag, Untag
-from multilora_store.storage.records import sha256
-from multilora_store.storage.refs import find_snapshot
+from multilora_store.storage.divergence import Diverged, decide_latest
+from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import Snapshot, State, Version
 
-__all__ = ["Diverged", "Place", "Selection", "SyncPlan", "common_origin", "plan_sync"]
-
-Diverged: TypeAlias = Literal["source", "target", "refuse"]
-"""Who decides `latest` and tags that both sides moved: one of them, or nobody."""
+__all__ = ["Place", "SyncPlan", "common_origin", "plan_sync"]
 
 Place: TypeAlias = Callable[[Version], tuple[str, str, int]]
 """From a version of the source to where its content lies in the target: (directory, record's SHA-256, bytes)."""
 
 _DIVERGED: Final = ("source", "target", "refuse")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Which part of a source a sync takes.
-
-    Attributes:
-        include: Patterns of adapters.
-        exclude: Patterns of adapters that are left out all the same.
-        tags: Patterns of tags: only the versions that they name, and no snapshot; empty: every version.
-        snapshot: One snapshot, its versions and files; None: every snapshot whose adapters are all taken.
-    """
-
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    tags: tuple[str, ...] = ()
-    snapshot: str | None = None
-
-    @property
-    def partial(self) -> bool:
-        """Whether it takes some versions of an adapter without others."""
-        return bool(self.tags) or self.snapshot is not None
-
-    @property
-    def scope(self) -> str:
-        """A short name for the selection; empty for everything."""
-        if self == Selection():
-            return ""
-        parts = [sorted(self.include), sorted(self.exclude), sorted(self.tags), self.snapshot]
-        return sha256(json.dumps(parts).encode())[:16]
-
-    def takes(self, name: str) -> bool:
-        """Whether adapter `name` is part of it."""
-        included = any(fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
-
-    def of(self, state: State, where: str) -> State:
-        """The part of `state` that is selected, as a state of its own.
-
-        Raises:
-            NotInStoreError: the snapshot is not there.
-        """
-        if self.snapshot is not None:
-            return self._of_snapshot(state, find_snapshot(state, self.snapshot, where))
-        adapters = {name: adapter for name, adapter in state.adapters.items() if self.takes(name)}
-        if not self.tags:
-            snapshots = {i: s for i, s in state.snapshots.items() if all(self.takes(name) for name in s.adapters)}
-            return replace(state, adapters=adapters, snapshots=snapshots)
-        for name, adapter in adapters.items():
-            tags = {t: v for t, v in adapter.tags.items() if any(fnmatchcase(t, p) for p in self.tags)}
-            chosen = {i: version for i, version in adapter.versions.items() if i in tags.values()}
-            adapters[name] = replace(adapter, versions=chosen, tags=tags)
-        return replace(state, adapters=adapters, snapshots={})
-
-    def _of_snapshot(self, state: State, snapshot: Snapshot) -> State:
-        adapters = {}
-        for name, member in snapshot.adapters.items():
-            adapter = state.adapters[name]
-            chosen = {i: version for i, version in adapter.versions.items() if i == member.version}
-            adapters[name] = replace(adapter, versions=chosen, tags={})
-        return replace(state, adapters=adapters, snapshots={snapshot.id: snapshot})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +147,10 @@ class _Planner:
         self.back = common_origin(source, target.store_id, "")
         # Up to this entry of the source, the target has seen everything or has given it.
         self.seen = max(since.seq if since else 0, self.back.at if self.back else 0)
+        self.there = max(since.at if since else 0, self.back.seq if self.back else 0)
         self.delete, self.rule = delete, diverged
-        self.diverged: list[str] = []
+        self.winners, moved = decide_latest(self.source, target, base, seen=self.seen, there=self.there, rule=diverged)
+        self.diverged = [] if selection.partial else [f"latest of {name}" for name in moved]
         self.kept: list[str] = []
 
     def plan(self) -> SyncPlan:
@@ -244,12 +181,17 @@ class _Planner:
         for version in self.source.versions(name):
             known = there.get(version.id)
             if known is not None:
-                if self.base is not None and version.seq > self.seen and _described(version) != _described(known):
+                if _described(version) != _described(known) and self._renewed(version, known):
                     yield version
             elif (name, version.id) in needed or not self._removed_by_target(version):
                 yield version
             else:
                 self.kept.append(f"{version} was deleted in the target")
+
+    def _renewed(self, ours: Version, theirs: Version) -> bool:
+        """Whether the source's description of a version that both have is the one to keep."""
+        by_source, by_target = ours.seq > self.seen, theirs.seq > self.there
+        return by_source and (not by_target or self.winners.get(ours.name, self.rule) == "source")
 
     def _removed_by_target(self, version: Version) -> bool:
         """Whether the target deleted the version after it had taken it over, or before it gave it to the source."""
@@ -276,17 +218,12 @@ class _Planner:
         return [*(v for v in wanted if v.id != latest.id), *(mine or [there[latest.id]])]
 
     def _latest(self, name: str) -> Version | None:
-        """The version that should be the target's latest of `name`; None: whatever comes."""
-        ours, theirs = self._newest(self.source, name), self._newest(self.target, name)
-        before = self._newest(self.base, name)
-        if ours is None or theirs is None or ours.id == theirs.id:
-            return ours or theirs
-        source_moved = before is None or before.id != ours.id or ours.seq > self.seen
-        target_moved = before is None or before.id != theirs.id
-        if source_moved and target_moved:
-            self.diverged.append(f"latest of {name}")
-            return ours if self.rule == "source" else theirs
-        return ours if source_moved else theirs
+        """The version that should be the target's latest of `name`."""
+        if name in self.winners:
+            state = self.source if self.winners[name] == "source" else self.target
+        else:
+            state = self.source if self.source.versions(name) else self.target
+        return state.adapters[name].latest if name in state.adapters else None
 
     # Tags.
 
@@ -399,9 +336,6 @@ class _Planner:
     def _target_versions(self, name: str) -> Mapping[str, Version]:
         adapter = self.target.adapters.get(name)
         return adapter.versions if adapter else {}
-
-    def _newest(self, state: State | None, name: str) -> Version | None:
-        return state.adapters[name].latest if state is not None and name in state.adapters else None
 
 
 def _described(version: Version) -> tuple[Any, ...]:

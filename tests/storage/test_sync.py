@@ -260,10 +260,28 @@ def test_diverged_stores_keep_both_sets_and_latest_follows_the_rule(rule: str, p
         sync(source, target, diverged="refuse")
     report = sync(source, target, diverged=rule)
     winner = ours if rule == "source" else theirs
-    assert report.plan.diverged == ("tag best of a", "latest of a")
+    assert report.plan.diverged == ("latest of a", "tag best of a")
     assert {v.id for v in target.versions("a")} == {ours.id, theirs.id, source.versions("a")[0].id}
     assert target.resolve("a").id == target.resolve("a@best").id == winner.id
     assert sync(source, target, diverged="refuse").unchanged
+
+
+def save(store: Store, **seeds: int) -> tuple[str, ...]:
+    """One commit of a set; the ids of its versions."""
+    versions = store.commit([store.stage(name, tensors(seed), CONFIG) for name, seed in seeds.items()]).versions
+    return tuple(versions[name].id for name in seeds)
+
+
+@pytest.mark.parametrize("rule", ["source", "target"])
+def test_diverged_sets_are_never_mixed(rule: str, pair: tuple[Store, Store]) -> None:
+    """One member of the set is the same on both sides, and looks as if only one side had moved it."""
+    left, right = pair
+    save(left, m1=1, m2=2)
+    theirs = save(right, m1=1, m2=3)
+    sync(left, right, diverged="target")
+    ours = save(left, m1=4, m2=5)
+    sync(right, left, diverged=rule)
+    assert (left.resolve("m1").id, left.resolve("m2").id) == (theirs if rule == "source" else ours)
 
 
 def test_stores_without_a_common_point_unite(pair: tuple[Store, Store]) -> None:
