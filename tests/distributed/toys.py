@@ -186,3 +186,23 @@ def worst(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor
     """The largest difference between two sets of tensors of the same names."""
     assert set(found) == set(expected), sorted(set(found) ^ set(expected))[:6]
     return max((float((found[k].float() - expected[k].float()).abs().max()) for k in found), default=0.0)
+
+
+def worst_present(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Like `worst`, where a gradient that one side lacks counts as zero."""
+    names = set(found) | set(expected)
+    shapes = {**found, **expected}
+    sides = ({k: side.get(k, torch.zeros_like(shapes[k])) for k in names} for side in (found, expected))
+    return worst(*sides)
+
+
+def to_meta(model: nn.Module) -> None:
+    """Takes the values of every adapter away."""
+    from multilora_store.assembly.bridge import adapter_names, adapter_parameters, walk
+
+    gone = {id(p) for name in adapter_names(model) for p in adapter_parameters(model, name).values()}
+    for _, module in walk(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in gone:
+                empty = torch.empty_like(parameter, device="meta")
+                module._parameters[key] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
