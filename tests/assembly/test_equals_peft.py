@@ -224,3 +224,15 @@ def test_tokens_of_a_tied_transformers_model(store: Store) -> None:
         reference = alone if name == "c" else theirs
         reference.set_adapter(name)
         assert torch.equal(ours(input_ids=ids).logits, reference(input_ids=ids).logits), name
+
+
+def test_layers_of_one_kind_share_no_book(toy: Toy, put: Put) -> None:
+    """Layers made like the first one of their kind are as PEFT makes each: no attribute of one reaches another."""
+    store = put(a=QV, b={**QV, "use_dora": True}, c={**QV, "lora_dropout": 0.1})
+    theirs = built_by_peft(toy, {name: store.path(name) for name in "abc"})
+    ours = assembled(toy, store, ["a", "b", "c"])
+    for path, layer in theirs.named_modules():
+        mine = ours.get_submodule(path)
+        assert set(vars(mine)) - {"_multilora_record"} == set(vars(layer)), path
+        assert getattr(mine, "adapter_layer_names", None) == getattr(layer, "adapter_layer_names", None)
+        assert getattr(mine, "kwargs", None) == getattr(layer, "kwargs", None)

@@ -169,7 +169,7 @@ def _refuse_overlap(joining: Sequence[Joining], places: Sequence[Place]) -> None
 
 def _add_targets(peft: PeftModel, joining: Sequence[Joining], places: Sequence[Place]) -> None:
     reached: dict[str, list[str]] = {adapter.inside: [] for adapter in joining}
-    models: dict[type, Any] = {}
+    models: dict[type, dict[str, Any]] = {}
     for place in places:
         for adapter in joining:
             assert adapter.targets is not None
@@ -180,7 +180,7 @@ def _add_targets(peft: PeftModel, joining: Sequence[Joining], places: Sequence[P
         _extend_unique(peft.base_model.targeted_module_names, paths)
 
 
-def _add_target(peft: PeftModel, adapter: Joining, place: Place, models: dict[type, Any]) -> None:
+def _add_target(peft: PeftModel, adapter: Joining, place: Place, models: dict[type, dict[str, Any]]) -> None:
     config, path, layer = adapter.config, place.path, place.module
     try:
         if isinstance(layer, lora.LoraLayer):
@@ -205,7 +205,7 @@ def _add_target(peft: PeftModel, adapter: Joining, place: Place, models: dict[ty
         ) from error
     _follow_mode(place.module, layer.training)
     if is_plain(config) and can_be_model(place.module):
-        models[type(layer)] = place.module
+        models[type(layer)] = dict(vars(place.module))
 
 
 def _rank_and_alpha(config: LoraConfig, key: str) -> tuple[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
@@ -54,13 +54,21 @@ def can_be_model(layer: nn.Module) -> bool:
     return type(layer) is lora.Linear and type(base) is nn.Linear and not hasattr(base, "_hf_tp_plan")
 
 
-def like(model: Any, base_layer: nn.Module, path: str) -> Any:
-    """A LoRA layer around `base_layer` as PEFT made `model` around its own, without an adapter yet."""
+def like(attributes: Mapping[str, Any], base_layer: nn.Module, path: str) -> Any:
+    """A LoRA layer around `base_layer`, without an adapter yet.
+
+    Args:
+        attributes: Of a layer over the same kind of module, as PEFT had just made it.
+        base_layer: The module.
+        path: Its path.
+    """
     layer: Any = lora.Linear.__new__(lora.Linear)
     nn.Module.__init__(layer)
-    extra = {**model.kwargs, "target_name": path} if "target_name" in model.kwargs else model.kwargs
-    lora.LoraLayer.__init__(layer, base_layer, ephemeral_gpu_offload=model.ephemeral_gpu_offload, **extra)
-    for name, value in vars(model).items():
+    extra = dict(attributes["kwargs"])
+    if "target_name" in extra:
+        extra["target_name"] = path
+    lora.LoraLayer.__init__(layer, base_layer, ephemeral_gpu_offload=attributes["ephemeral_gpu_offload"], **extra)
+    for name, value in attributes.items():
         if name not in vars(layer):
             layer.__dict__[name] = value
     layer._active_adapter = []
