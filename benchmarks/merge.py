@@ -3,15 +3,18 @@
     python benchmarks/merge.py sides                          # d = 576 and 2048
     python benchmarks/merge.py sides --sizes 576 2048 4096    # minutes: PEFT decomposes a dense 4096 x 4096
     python benchmarks/merge.py set --strategies linear svd knots core_space
+    python benchmarks/merge.py losses --base SMOLLM2_FOLDER --shared ../shared    # a real model and real adapters
     ... --json results.json
 
-Both sides use the same number of threads (OMP_NUM_THREADS, or --threads). Times are the best of --repeats for us, one
-run for PEFT, whose time is long. Memory is the rise of the process's high-water mark during the measured call.
+Processor time stands beside wall-clock time, which other processes stretch. Both sides use the same number of threads
+(OMP_NUM_THREADS, or --threads). Times are the best of --repeats for us, one run for PEFT, whose time is long. Memory is
+the high-water mark of the resident set: its rise during the call for `sides`, the whole of it for `set`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import tempfile
@@ -19,15 +22,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 
 from multilora_store.merging import Merged, MergeSource, merge, merge_adapters
-from multilora_store.storage import Store, open_store
+from multilora_store.plugins import default_registry
+from multilora_store.storage import Store, open_store, read_peft_dir
 
 LAYER = {
     "self_attn.q_proj": (4096, 4096),
@@ -58,15 +62,20 @@ def main() -> None:
     whole.add_argument("--adapters", type=int, default=4)
     whole.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     whole.add_argument("--threads", type=int, default=2)
-    for command in (sides, whole):
+    losses = commands.add_parser("losses", help="held-out losses of a real model under every strategy")
+    losses.add_argument("--base", type=Path, required=True)
+    losses.add_argument("--shared", type=Path, required=True)
+    losses.add_argument("--adapters", nargs="+", default=["code_style", "safety"])
+    losses.add_argument("--strategies", nargs="+", default=list(default_registry().names("merge_strategy")))
+    for command in (sides, whole, losses):
         command.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = list(compare_sides(args) if args.command == "sides" else merge_set(args))
+    rows = list({"sides": compare_sides, "set": merge_set, "losses": measure_losses}[args.command](args))
     about = {
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "peft": peft.__version__,
+        "peft": version("peft"),
         "arguments": {key: str(value) for key, value in vars(args).items()},
     }
     print("  ".join(f"{key} {value}" for key, value in about.items() if key != "arguments"))
@@ -129,6 +138,8 @@ def compare_side(name: str, size: int, rank: int, count: int, repeats: int) -> d
 
 def peft_model(size: int, rank: int, count: int) -> tuple[Any, list[MergeSource], list[float]]:
     """A model of one square layer with `count` random adapters, and the adapters as files hold them."""
+    import peft
+
     torch.manual_seed(0)
 
     class One(nn.Module):
@@ -165,7 +176,7 @@ def merge_set(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         names = [f"a{index}" for index in range(args.adapters)]
         for seed, name in enumerate(names):
             put_random(store, name, seed, args)
-        print(f"{'strategy':>16} {'s':>8} {'peak MiB':>9} {'out MiB':>8} {'error':>8} {'to sum':>8}")
+        print(f"{'strategy':>16} {'s':>8} {'CPU s':>8} {'peak MiB':>9} {'out MiB':>8} {'error':>8} {'to sum':>8}")
         for strategy in args.strategies:
             yield merge_one(store, strategy, names, args)
 
@@ -174,13 +185,14 @@ def merge_one(store: Store, strategy: str, names: list[str], args: argparse.Name
     """Merge the whole set from its files into its files."""
     weights = {name: 1.0 / len(names) for name in names}
     params = {"density": 0.5} if strategy.startswith("peft_") and strategy.endswith(("ties", "ties_svd")) else {}
-    start = high_water()
+    start, processor = high_water(), time.process_time()
     seconds, _, result = measured(
         lambda: merge(store, weights, strategy=strategy, into=f"m-{strategy}", threads=args.threads, **params)
     )
     row = {
         "strategy": strategy,
         "seconds": seconds,
+        "processor_seconds": time.process_time() - processor,
         "peak_mebibytes": high_water(),
         "resident_before": start,
         "out_mebibytes": result.report.bytes / 2**20,
@@ -188,8 +200,8 @@ def merge_one(store: Store, strategy: str, names: list[str], args: argparse.Name
         "to_sum": result.report.sum_distance,
     }
     print(
-        f"{strategy:>16} {seconds:>8.1f} {row['peak_mebibytes']:>9.0f} {row['out_mebibytes']:>8.0f} "
-        f"{row['error']:>8.1e} {row['to_sum']:>8.1e}",
+        f"{strategy:>16} {seconds:>8.1f} {row['processor_seconds']:>8.1f} {row['peak_mebibytes']:>9.0f} "
+        f"{row['out_mebibytes']:>8.0f} {row['error']:>8.1e} {row['to_sum']:>8.1e}",
         flush=True,
     )
     return row
@@ -210,6 +222,58 @@ def put_random(store: Store, name: str, seed: int, args: argparse.Namespace) -> 
     targets = sorted(path.rpartition(".")[2] for path in LAYER)
     config = {"peft_type": "LORA", "r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": targets}
     store.put(name, tensors, config)
+
+
+def measure_losses(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each strategy at its defaults, every weight 1; first the base, and the adapters active together."""
+    from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = importlib.util.spec_from_file_location("losses", args.shared / "data" / "recipes" / "losses.py")
+    assert recipe is not None
+    assert recipe.loader is not None
+    module = importlib.util.module_from_spec(recipe)
+    recipe.loader.exec_module(module)
+    tokenizer = AutoTokenizer.from_pretrained(args.base)
+    base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32)
+    print(f"{'strategy':>24} " + " ".join(f"{name:>12}" for name in args.adapters) + f" {'error':>8} {'to sum':>8}")
+
+    def row(name: str, model: Any, merged: Merged | None) -> dict[str, Any]:
+        found = [module.heldout_loss(model, tokenizer, text) for text in args.adapters]
+        error, to_sum = (merged.report.error, merged.report.sum_distance) if merged else (0.0, 0.0)
+        print(
+            f"{name:>24} " + " ".join(f"{loss:>12.4f}" for loss in found) + f" {error:>8.1e} {to_sum:>8.1e}", flush=True
+        )
+        return {
+            "strategy": name,
+            "losses": dict(zip(args.adapters, found, strict=True)),
+            "error": error,
+            "to_sum": to_sum,
+        }
+
+    yield row("base", base, None)
+    folders = [args.shared / "data" / "adapters" / name for name in args.adapters]
+    both = PeftModel.from_pretrained(base, folders[0], adapter_name=args.adapters[0])
+    for name, folder in zip(args.adapters[1:], folders[1:], strict=True):
+        both.load_adapter(folder, adapter_name=name)
+    both.base_model.set_adapter(list(args.adapters))
+    yield row("active together", both, None)
+    base = both.unload()
+    read = [read_peft_dir(folder) for folder in folders]
+    sources = [MergeSource.in_memory(n, f.config, f.tensors) for n, f in zip(args.adapters, read, strict=True)]
+    for strategy in args.strategies:
+        known = {item.name for item in default_registry().get("merge_strategy", strategy).parameters}
+        params = {"density": 0.5} if strategy.startswith("peft_") and "density" in known else {}
+        try:
+            merged = merge_adapters(sources, [1.0] * len(sources), strategy=strategy, **params)
+        except ValueError as error:  # a strategy that says no to these adapters
+            print(f"{strategy:>24} {str(error).splitlines()[0]}", flush=True)
+            continue
+        fields = {key: value for key, value in merged.config.raw.items() if key != "peft_version"}
+        model = get_peft_model(base, LoraConfig(**fields))
+        set_peft_model_state_dict(model, dict(merged.tensors))
+        yield row(strategy, model, merged)
+        base = model.unload()
 
 
 def measured(call: Callable[[], Any]) -> tuple[float, float, Any]:
