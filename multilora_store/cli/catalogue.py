@@ -122,14 +122,14 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
     ),
     Command(
         name="restore",
-        summary="write a whole snapshot out: a PEFT folder for each adapter, the lock, the snapshot's own files",
-        examples=("restore ./out", "restore ./out snapshot=20261130T120000Z"),
+        summary="write a whole snapshot out as folders (target=), or make a past state the present one (to=)",
+        examples=("restore ./out", "restore to=2026-11-30 dry_run=true"),
         words=("target",),
     ),
     Command(
         name="verify",
         summary="read everything and compare it with what was recorded; exit code 3 if something is wrong",
-        examples=("verify", "verify a@best", "verify deep=false output=json"),
+        examples=("verify", "verify a@best", "verify profile=vllm max_rank=16 output=json"),
         words=("ref",),
         demo=True,
     ),
@@ -141,6 +141,31 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
             "merge '+adapters=[a,b]' merge=ties merge.into=ab merge.params.density=0.3 merge.rank=16",
             "merge '+adapters=[a,b]' merge=ties merge.into=ab dry_run=true",
         ),
+    ),
+    Command(
+        name="sync",
+        summary="bring one store up to another, or a folder of plain PEFT adapters",
+        examples=(
+            "sync s3://bucket/run7 /data/run7",
+            "sync ./store s3://bucket/run7 'include=[\"team/*\"]' dry_run=true",
+        ),
+        words=("source", "target"),
+    ),
+    Command(
+        name="gc",
+        summary="free what no version, tag or snapshot names any more",
+        examples=("gc dry_run=true", "gc grace_hours=48"),
+    ),
+    Command(
+        name="repair",
+        summary="set damaged versions aside and take whole copies from another store",
+        examples=("repair dry_run=true", "repair source=s3://backup/run7"),
+    ),
+    Command(
+        name="doctor",
+        summary="look at a store and a set for everything that goes wrong; exit code 3 if something is found",
+        examples=("doctor", "doctor '+adapters=[a,b]' base=hf base.path=/models/llama plugins=[effect_check]"),
+        demo=True,
     ),
     Command(
         name="diff",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from multilora_store.adapter import TensorInfo
     from multilora_store.storage import Snapshot, Version
 
-__all__ = ["instant", "jsonable", "snapshot_document", "tensor_document", "version_document"]
+__all__ = ["finding_line", "instant", "jsonable", "snapshot_document", "tensor_document", "version_document"]
 
 
 def instant(moment: datetime) -> str:
@@ -60,6 +60,13 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, Any]:
         },
         "metadata": jsonable(snapshot.metadata),
     }
+
+
+def finding_line(finding: Any) -> str:
+    """One fault that `verify` found, on one line."""
+    where = f" {finding.path}" if finding.path else ""
+    line = f"{finding.kind}: {finding.subject}{where}: {finding.message}"
+    return " ".join((line + (f" ({finding.remedy})" if finding.remedy else "")).split())
 
 
 def jsonable(value: Any) -> Any:

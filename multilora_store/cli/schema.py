@@ -119,14 +119,6 @@ class AssembleOptions(ManifestOptions):
 
 
 @dataclass
-class PlanOptions(ManifestOptions):
-    """Options of `plan`."""
-
-    world_size: int = option(8, "how many ranks to plan for")
-    granularity: str = option("adapter", "adapter, or layer")
-
-
-@dataclass
 class ImportOptions(Common):
     """Options of `import`."""
 
@@ -143,7 +135,8 @@ class ExportOptions(Common):
 
     ref: str = option(MISSING, "an adapter, name@version, name@tag, or a pattern such as 'team/*'")
     target: str = option(MISSING, "the folder to write; a pattern makes one folder for each name")
-    exporter: str | None = option(None, "another layout, by the name of an exporter plugin")
+    exporter: str | None = option(None, "another layout: vllm, kohya, or an exporter plugin")
+    params: dict[str, Any] = option({}, "the exporter's own parameters, e.g. params.max_rank=16")
 
 
 @dataclass
@@ -204,8 +197,12 @@ class DeleteOptions(Common):
 class RestoreOptions(Common):
     """Options of `restore`."""
 
+    target: str | None = option(None, "a folder to write: a PEFT folder per adapter, the lock, the snapshot's files")
     snapshot: str = option("latest", "which snapshot: latest, or an id")
-    target: str = option(MISSING, "the folder to write: one PEFT folder per adapter, the lock, the snapshot's files")
+    to: str | None = option(None, "instead, a past state to bring back: the number of an entry, a date, a moment")
+    adapters: list[str] = option(["*"], "with to: which adapters, by pattern")
+    exact: bool = option(False, "with to: also remove what came later")
+    dry_run: bool = option(False, "with to: print what would be done")
 
 
 @dataclass
@@ -214,13 +211,13 @@ class VerifyOptions(Common):
 
     ref: str | None = option(None, "one adapter or version; null: the whole store")
     deep: bool = option(True, "read and hash every byte, not sizes alone")
+    profile: str | None = option(None, "also ask whether a server would take each adapter: vllm")
+    max_rank: int | None = option(None, "the server's rank setting, for the profile")
 
 
 @dataclass
 class DoctorOptions(ManifestOptions):
     """Options of `doctor`."""
-
-    device: str = option("cpu", "where the model is assembled for the audit")
 
 
 @dataclass
@@ -262,8 +259,20 @@ class SyncOptions(Common):
     target: str = option(MISSING, "the store to bring up to date, by URL")
     include: list[str] = option(["*"], "which adapters, by pattern")
     exclude: list[str] = option([], "which not")
+    snapshot: str | None = option(None, "just the set of one snapshot, with its files: latest, or an id")
     delete: bool = option(False, "delete in the target what the source has deleted")
+    max_delete: int = option(100, "refuse to delete more than this")
+    diverged: str = option("source", "whose `latest` wins where both moved: source, target, or refuse")
     dry_run: bool = option(False, "print the plan, copy nothing")
+
+
+@dataclass
+class RepairOptions(Common):
+    """Options of `repair`."""
+
+    source: str | None = option(None, "another store to take whole copies from, by URL")
+    deep: bool = option(True, "read and hash every byte first")
+    dry_run: bool = option(False, "print what would be done, write nothing")
 
 
 @dataclass
@@ -277,7 +286,6 @@ class GcOptions(Common):
 SCHEMAS: Final[Mapping[str, type[Common]]] = MappingProxyType(
     {
         "assemble": AssembleOptions,
-        "plan": PlanOptions,
         "import": ImportOptions,
         "export": ExportOptions,
         "path": PathOptions,
@@ -294,6 +302,7 @@ SCHEMAS: Final[Mapping[str, type[Common]]] = MappingProxyType(
         "diff": DiffOptions,
         "sync": SyncOptions,
         "gc": GcOptions,
+        "repair": RepairOptions,
     }
 )
 """Command -> its options."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
@@ -87,6 +87,33 @@ class Terminal:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
             progress.add_task(label)
             yield
+
+    @contextmanager
+    def transfer(self, label: str) -> Iterator[Callable[[Any], None] | None]:
+        """A bar with bytes, rate and time left, where stderr is a terminal; its callback takes a storage `Progress`."""
+        if self.rank != 0 or self.quiet or self.json or not sys.stderr.isatty():
+            yield None
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(label, total=None)
+            yield lambda now: bar.update(task, completed=now.nbytes, total=now.nbytes_total)
 
     @contextmanager
     def warnings_as_lines(self) -> Iterator[None]:

@@ -309,3 +309,54 @@ def test_base_providers_and_their_parameters(run: Run, store: str) -> None:
     assert run(f"assemble '+adapters=[a]' store={store} base=hf base.path=./nope").code == 1
     target = "multilora_store.assembly.bases:demo_base"
     assert run(f"assemble '+adapters=[a]' store={store} base=python base.target={target}").code == 0
+
+
+def test_sync_gc_and_repair(run: Run, store: str) -> None:
+    plan = run(f"sync {store} ./copy dry_run=true output=json").document
+    assert len(plan["versions"]) == 4
+    assert run("list store=./copy").code == 1  # a dry run writes nothing
+    assert run(f"sync {store} ./copy").code == 0
+    assert "up to date" in run(f"sync {store} ./copy").out
+    one, two = (run(f"list store={url} output=json").document["adapters"] for url in (store, "./copy"))
+    assert [row["latest"]["digest"] for row in one] == [row["latest"]["digest"] for row in two]
+    assert run(f"sync {store} {store}").code == 2
+    file = Path(run("path b store=./copy").out.strip()) / "adapter_model.safetensors"
+    file.chmod(0o644)
+    file.write_bytes(b"broken")
+    assert "set aside: b@v" in run("repair store=./copy dry_run=true").out
+    assert run("verify store=./copy").code == 3
+    assert run(f"repair source={store} store=./copy").code == 0
+    assert run("verify store=./copy").code == 0
+    assert run("delete b store=./copy").code == 0
+    assert run("gc grace_hours=0 store=./copy output=json").document["purged"]
+
+
+def test_a_past_state_is_brought_back(run: Run, store: str) -> None:
+    seq = run(f"log store={store} output=json").document["entries"][0]["seq"]
+    assert run(f"delete b store={store}").code == 0
+    assert run(f"restore to={seq} dry_run=true store={store}").code == 0
+    assert run(f"show b store={store}").code == 1
+    assert run(f"restore to={seq} store={store}").code == 0
+    assert run(f"show b store={store}").code == 0
+    assert run(f"restore store={store}").code == 2
+    assert run(f"restore to=soon store={store}").code == 2
+
+
+def test_doctor(run: Run, store: str) -> None:
+    assert run(f"doctor store={store}").code == 0
+    fresh = "'+adapters={nn: {if_missing: init, config: {r: 2, target_modules: [q_proj]}}}'"
+    result = run(f"doctor {fresh} store={store} base=demo plugins=[effect_check] output=json")
+    assert result.code == 3
+    assert [one["area"] for one in result.document["findings"]] == ["effect_check"]
+    result = run(f"doctor '+adapters=[a]' store={store} base=demo base.layers=2")
+    assert result.code == 3
+    assert "does not fit the model" in result.out
+
+
+def test_a_server_s_profile(run: Run, store: str) -> None:
+    assert run(f"verify a@best profile=vllm store={store}").code == 0
+    result = run(f"verify profile=vllm max_rank=4 store={store} output=json")
+    assert result.code == 3
+    assert result.document["profile"]["ok"] is False
+    assert run(f"export a@best ./out exporter=vllm params.max_rank=16 store={store}").code == 0
+    assert run(f"export a@best ./out2 exporter=nope store={store}").code == 2

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import is_pattern
 from multilora_store.cli.outcome import Outcome, Table
@@ -35,7 +36,11 @@ def run(options: ExportOptions, terminal: Terminal) -> Outcome:
             )
         wanted = {name: f"{target.rstrip('/')}/{name}" for name in names}
     written = [
-        {"ref": ref, "version": store.resolve(ref).id, "path": export_one(store, ref, place, options.exporter)}
+        {
+            "ref": ref,
+            "version": store.resolve(ref).id,
+            "path": export_one(store, ref, place, options.exporter, options.params),
+        }
         for ref, place in terminal.progress(wanted.items(), "exporting", total=len(wanted))
     ]
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
@@ -45,10 +50,16 @@ def run(options: ExportOptions, terminal: Terminal) -> Outcome:
     )
 
 
-def export_one(store: Store, ref: str, target: str, exporter: str | None = None) -> str:
+def export_one(
+    store: Store, ref: str, target: str, exporter: str | None = None, params: Mapping[str, Any] | None = None
+) -> str:
     """Write one adapter; returns the place as text."""
     if exporter is not None:
-        return str(default_registry().get("exporter", exporter).load()(store, ref, Path(target)))
+        return str(default_registry().get("exporter", exporter).load()(store, ref, _place(target), **(params or {})))
     from multilora_store.storage import export_adapter
 
     return str(export_adapter(store, ref, target))
+
+
+def _place(target: str) -> str | Path:
+    return target if "://" in target else Path(target)

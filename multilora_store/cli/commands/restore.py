@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from multilora_store.adapter import Ref
 from multilora_store.cli.commands.export import export_one
-from multilora_store.cli.documents import snapshot_document
-from multilora_store.cli.outcome import Outcome, Table
+from multilora_store.cli.documents import jsonable, snapshot_document
+from multilora_store.cli.outcome import Outcome, Table, short
 from multilora_store.cli.schema import RestoreOptions
 from multilora_store.cli.stores import local_path, opened_store
 from multilora_store.cli.terminal import Terminal
@@ -18,6 +19,14 @@ __all__ = ["run"]
 
 def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     """Every adapter as a PEFT folder, `set.lock.json`, and the snapshot's own files under `snapshot/`."""
+    if (options.target is None) == (options.to is None):
+        raise UsageError(
+            "restore needs either a folder to write or a past state to bring back",
+            remedy="restore ./out snapshot=latest, or restore to=2026-11-30",
+        )
+    if options.to is not None:
+        return _state_of(options.to, options, terminal)
+    assert options.target is not None, "one of the two is given"
     store = opened_store(options, terminal)
     target = Path(local_path(options.target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -53,3 +62,29 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     }
     view: list[Table | str] = [Table(columns=("adapter", "version", "folder"), rows=rows), f"lock: {lock}"]
     return Outcome(document=document, view=[*view, *(f"file: {path}" for path in files)])
+
+
+def _state_of(to: str, options: RestoreOptions, terminal: Terminal) -> Outcome:
+    """Make the state after an entry, or at a moment, the present one: by a new entry, never by rewriting."""
+    from multilora_store.storage import restore_state
+
+    moment = int(to) if to.isdecimal() else Ref(name="any", selector=to).moment
+    if moment is None:
+        raise UsageError(f"to={to}: neither the number of an entry nor a date", remedy="log shows entries and times")
+    store = opened_store(options, terminal)
+    report = restore_state(store, moment, adapters=options.adapters, exact=options.exact, dry_run=options.dry_run)
+    diff = report.diff
+    found = {"diff": diff.to_json(), "seq": report.seq, "dry_run": report.dry_run}
+    verb = "would be" if options.dry_run else "is"
+    lines = [
+        f"{name}: latest {_arrow(change.latest)}" for name, change in report.diff.adapters.items() if change.latest
+    ]
+    lines += [f"snapshot {name} back" for name in report.diff.taken] + [
+        f"snapshot {x} gone" for x in report.diff.dropped
+    ]
+    view = [*(lines or ["nothing differs"]), f"the state of {to} {verb} the present one"]
+    return Outcome(document={"store": store.url, **jsonable(found)}, view=view)
+
+
+def _arrow(pair: tuple[str | None, str | None]) -> str:
+    return f"{short(pair[0])} -> {short(pair[1])}"

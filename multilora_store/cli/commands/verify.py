@@ -1,8 +1,10 @@
-"""`verify`: what is stored against what was recorded."""
+"""`verify`: what is stored against what was recorded, and against what a server takes."""
 
 from __future__ import annotations
 
-from multilora_store.cli.documents import jsonable
+from typing import Any
+
+from multilora_store.cli.documents import finding_line
 from multilora_store.cli.outcome import Outcome
 from multilora_store.cli.schema import VerifyOptions
 from multilora_store.cli.stores import opened_store
@@ -17,8 +19,28 @@ def run(options: VerifyOptions, terminal: Terminal) -> Outcome:
     with terminal.waiting(f"verifying {store.url}"):
         report = store.verify(options.ref, deep=options.deep)
     what = options.ref or store.url
-    findings = [jsonable(item) for item in report.findings]
-    document = {"store": store.url, "ref": options.ref, "deep": options.deep, "ok": report.ok, "findings": findings}
-    if report.ok:
-        return Outcome(document=document, view=[f"{what}: nothing wrong", *map(str, report.findings)])
-    return Outcome(document=document, view=[f"{what}: problems found", *map(str, report.findings)], code=3)
+    document: dict[str, Any] = {
+        "store": store.url,
+        "ref": options.ref,
+        "deep": options.deep,
+        "ok": report.ok,
+        "findings": [item.to_json() for item in report.findings],
+        "profile": None,
+    }
+    view = [
+        f"{what}: problems found" if report.findings else f"{what}: nothing wrong",
+        *map(finding_line, report.findings),
+    ]
+    fine = report.ok
+    if options.profile is not None:
+        from multilora_store.storage.profiles import verify_profile
+
+        refs = [options.ref] if options.ref else None
+        served = verify_profile(store, refs, profile=options.profile, max_rank=options.max_rank)
+        document["profile"] = served.to_json()
+        for ref, findings in served.adapters.items():
+            view += [f"{ref}: {finding.severity}: {finding.what}" for finding in findings] or [f"{ref}: served"]
+        view.append(f"{options.profile} needs a rank setting of {served.needs.setting or served.needs.max_rank}")
+        fine = fine and served.ok
+        document["ok"] = fine
+    return Outcome(document=document, view=view, code=0 if fine else 3)

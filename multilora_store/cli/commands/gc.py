@@ -1,0 +1,25 @@
+"""`gc`: free what nothing names any more."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from multilora_store.cli.outcome import Outcome, bytes_in_words
+from multilora_store.cli.schema import GcOptions
+from multilora_store.cli.stores import opened_store
+from multilora_store.cli.terminal import Terminal
+
+__all__ = ["run"]
+
+
+def run(options: GcOptions, terminal: Terminal) -> Outcome:
+    """Purge through the journal first; files go when the purge is older than the grace period."""
+    store = opened_store(options, terminal)
+    with terminal.waiting(f"collecting {store.url}"):
+        report = store.gc(grace=timedelta(hours=options.grace_hours), dry_run=options.dry_run)
+    would = "would be " if report.dry_run else ""
+    view = [
+        f"{len(report.purged)} folders {would}purged; their files stay for {options.grace_hours:g} h",
+        f"{len(report.freed)} folders {would}freed, {bytes_in_words(report.nbytes)}",
+    ]
+    return Outcome(document={"store": store.url, **report.to_json()}, view=view)
