@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from multilora_store.errors import (
     MultiLoRAError,
@@ -15,8 +17,10 @@ from multilora_store.errors import (
     StorageUnreachableError,
 )
 
-__all__ = ["scrub", "status_of", "translate", "translated"]
+__all__ = ["renewing", "scrub", "status_of", "translate", "translated"]
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_EXPIRED = re.compile(r"(?i)expired ?token|token .{0,40}expired|RequestExpired|credentials .{0,40}expired")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _SECRETS = re.compile(
@@ -77,6 +81,25 @@ def translate(error: BaseException, doing: str, where: str) -> StorageError:
         remedy = "check the endpoint, the region, that the bucket exists, and the network; then repeat"
         return StorageUnreachableError(what, why=found, remedy=remedy, **facts)
     return StorageError(what, why=found, remedy="see the cause above; the store itself is as it was", **facts)
+
+
+def renewing(method: _Method) -> _Method:
+    """Repeats a call once, over a new connection, when credentials expired in the middle of a run.
+
+    For methods of a class that has a `renew` method.
+    """
+
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except StorageDeniedError as error:
+            if not _EXPIRED.search(error.why):
+                raise
+            self.renew()
+            return method(self, *args)
+
+    return cast("_Method", call)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from multilora_store.errors import StorageError, UsageError
 from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of, redact
-from multilora_store.storage.failures import scrub, status_of, translate, translated
+from multilora_store.storage.failures import renewing, scrub, status_of, translate, translated
 
 __all__ = ["FsspecBlobs"]
 
@@ -33,7 +33,8 @@ class FsspecBlobs:
         self.url = redact(url).rstrip("/")
         self.endpoint = _endpoint(url, options)
         self._url = url
-        self._options = options
+        self._options = _options_of_s3fs(url, options)
+        self._given = options
         self._lock = threading.Lock()
         self._made: tuple[int, Any, str] | None = None
         scheme = url.split("://", 1)[0].split("::", 1)[0]
@@ -42,14 +43,15 @@ class FsspecBlobs:
             self.exclusive = "absent"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_url": self._url, "_options": self._options}
+        return {"url": self._url, "options": self._given}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_url"], **state["_options"])  # type: ignore[misc]
+        self.__init__(state["url"], **state["options"])  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
+    @renewing
     def read(self, key: str) -> bytes | None:
         fs, path = self._at(key)
         with translated("reading", self._where(key)):
@@ -58,6 +60,7 @@ class FsspecBlobs:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
+    @renewing
     def read_range(self, key: str, start: int, length: int) -> bytes | None:
         fs, path = self._at(key)
         with translated("reading", self._where(key)):
@@ -70,12 +73,14 @@ class FsspecBlobs:
                     return b""
                 raise
 
+    @renewing
     def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
         fs, path = self._at(key)
         with translated("writing", self._where(key)):
             self._make_parent(fs, path)
             fs.pipe_file(path, b"".join(parts_of(parts)))
 
+    @renewing
     def create(self, key: str, data: bytes) -> bool:
         if not self._conditional:
             if self.stat(key) is not None:
@@ -110,6 +115,7 @@ class FsspecBlobs:
                 if str(path).startswith(stem) and key.startswith(prefix) and info.get("type") == "file":
                     yield BlobInfo(key, int(info["size"] or 0), _time_of(info))
 
+    @renewing
     def delete(self, keys: Iterable[str]) -> None:
         fs, base = self._fs()
         for key in keys:
@@ -119,6 +125,7 @@ class FsspecBlobs:
                 except (FileNotFoundError, NotADirectoryError):
                     continue
 
+    @renewing
     def stat(self, key: str) -> BlobInfo | None:
         fs, path = self._at(key)
         with translated("looking at", self._where(key)):
@@ -134,6 +141,10 @@ class FsspecBlobs:
     def local_path(self, key: str) -> Path | None:
         check_key(key)
         return None
+
+    def renew(self) -> None:
+        """Forgets the file system and its credentials; the next call makes them anew."""
+        self._made = None
 
     def _at(self, key: str) -> tuple[Any, str]:
         fs, base = self._fs()
@@ -174,6 +185,32 @@ class FsspecBlobs:
     def _make_parent(self, fs: Any, path: str) -> None:
         if not self._conditional:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def _options_of_s3fs(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Our options for S3, which hold for every driver, as s3fs takes them; all others as they are."""
+    if url.split("://", 1)[0] not in ("s3", "s3a"):
+        return options
+    secrets = sorted({"key", "secret", "token", "username", "password"} & set(options))
+    if secrets:
+        raise UsageError(
+            f"credentials for {redact(url)} were given as options ({', '.join(secrets)})",
+            why="options end up in configurations and logs",
+            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role",
+        )
+    ours = {"region", "retries", "timeout", "endpoint_url"}
+    found = {name: value for name, value in options.items() if name not in ours}
+    config = dict(found.pop("config_kwargs", None) or {})
+    client = dict(found.pop("client_kwargs", None) or {})
+    if options.get("endpoint_url"):
+        client["endpoint_url"] = options["endpoint_url"]
+    if options.get("region"):
+        client["region_name"] = options["region"]
+    if options.get("timeout") is not None:
+        config |= {"connect_timeout": options["timeout"], "read_timeout": options["timeout"]}
+    if options.get("retries") is not None:
+        config["retries"] = {"max_attempts": options["retries"], "mode": "standard"}
+    return {**found, "client_kwargs": client, "config_kwargs": config}
 
 
 def _endpoint(url: str, options: dict[str, Any]) -> str:

@@ -6,19 +6,22 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from multilora_store.errors import StorageUnreachableError, UsageError
 from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of, redact
-from multilora_store.storage.failures import scrub, translate, translated
+from multilora_store.storage.failures import renewing, scrub, translate, translated
+from multilora_store.storage.fsspec_blobs import FsspecBlobs
 
 __all__ = ["OBJECT_SCHEMES", "ObjectBlobs", "obstore_installed"]
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "abfs", "abfss"})
 _OPTIONS = frozenset({"endpoint_url", "region", "anon", "retries", "timeout", "config", "client_options"})
+_FSSPEC_PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _CHUNK = 16 << 20
 _CONFLICT = re.compile(r"ConditionalRequestConflict|\b409 Conflict", re.IGNORECASE)
 _BEHIND_THE_END = re.compile(r"InvalidRange|\b416 |range started at", re.IGNORECASE)
@@ -27,6 +30,20 @@ _BEHIND_THE_END = re.compile(r"InvalidRange|\b416 |range started at", re.IGNOREC
 def obstore_installed() -> bool:
     """Whether the obstore package is there, without importing it."""
     return importlib.util.find_spec("obstore") is not None
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _after_a_fork(method: _Method) -> _Method:
+    """Lets fsspec answer in a forked process, where obstore's threads are gone."""
+
+    @wraps(method)
+    def call(self: ObjectBlobs, *args: Any) -> Any:
+        other = self._in_a_fork()
+        return method(self, *args) if other is None else getattr(other, method.__name__)(*args)
+
+    return cast("_Method", call)
 
 
 class ObjectBlobs:
@@ -74,6 +91,7 @@ class ObjectBlobs:
         self.exclusive: Exclusive = "unknown" if self._server else "holds"
         self._lock = threading.Lock()
         self._made: tuple[int, Any] | None = None
+        self._other: tuple[int, FsspecBlobs] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self._arguments
@@ -84,6 +102,8 @@ class ObjectBlobs:
     def __repr__(self) -> str:
         return f"ObjectBlobs({self.url!r})"
 
+    @_after_a_fork
+    @renewing
     def read(self, key: str) -> bytes | None:
         import obstore
 
@@ -93,6 +113,8 @@ class ObjectBlobs:
             except FileNotFoundError:
                 return None
 
+    @_after_a_fork
+    @renewing
     def read_range(self, key: str, start: int, length: int) -> bytes | None:
         import obstore
 
@@ -108,6 +130,8 @@ class ObjectBlobs:
                     return b""
                 raise
 
+    @_after_a_fork
+    @renewing
     def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
         import obstore
 
@@ -115,6 +139,8 @@ class ObjectBlobs:
         with translated("writing", self._where(key)):
             obstore.put(self._store(), check_key(key), body, chunk_size=_CHUNK, use_multipart=len(body) > 4 * _CHUNK)
 
+    @_after_a_fork
+    @renewing
     def create(self, key: str, data: bytes) -> bool:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -130,6 +156,7 @@ class ObjectBlobs:
             raise translate(error, "creating", self._where(key)) from error
         return True
 
+    @_after_a_fork
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
         import obstore
 
@@ -142,6 +169,8 @@ class ObjectBlobs:
                     if found["path"].startswith(prefix):
                         yield BlobInfo(found["path"], found["size"], found["last_modified"])
 
+    @_after_a_fork
+    @renewing
     def delete(self, keys: Iterable[str]) -> None:
         import obstore
 
@@ -163,6 +192,8 @@ class ObjectBlobs:
             except FileNotFoundError:
                 continue
 
+    @_after_a_fork
+    @renewing
     def stat(self, key: str) -> BlobInfo | None:
         import obstore
 
@@ -181,19 +212,32 @@ class ObjectBlobs:
         return f"{self.url}/{key}"
 
     def _store(self) -> Any:
-        """obstore's store of this process; its threads do not survive a fork, so a child is told so."""
+        """obstore's store of this process."""
         made = self._made
-        if made is not None and made[0] == os.getpid():
-            return made[1]
-        if _runtime_of not in (None, os.getpid()):
+        if made is None or made[0] != os.getpid():
+            with self._lock:
+                made = self._made = (os.getpid(), self._make())
+        return made[1]
+
+    def renew(self) -> None:
+        """Forgets the connection and its credentials; the next call makes them anew."""
+        self._made = None
+
+    def _in_a_fork(self) -> FsspecBlobs | None:
+        """The same blobs through fsspec, if this process was forked from one that used obstore."""
+        if _runtime_of in (None, os.getpid()):
+            return None
+        if importlib.util.find_spec(_FSSPEC_PACKAGE[self._scheme]) is None:
             raise StorageUnreachableError(
                 f"{self.url} cannot be used in this forked process",
                 why="obstore was in use before the fork, and its threads do not survive one",
-                remedy="start workers with spawn, or open the store with driver=fsspec",
+                remedy=f"start workers with spawn, or install {_FSSPEC_PACKAGE[self._scheme]} for use in them",
             )
-        with self._lock:
-            self._made = (os.getpid(), self._make())
-        return self._made[1]
+        if self._other is None or self._other[0] != os.getpid():
+            names = ("endpoint_url", "region", "anon", "retries", "timeout")
+            given = {name: self._arguments[name] for name in names}
+            self._other = (os.getpid(), FsspecBlobs(self._arguments["url"], **given))
+        return self._other[1]
 
     def _make(self) -> Any:
         from obstore.store import from_url
