@@ -93,58 +93,109 @@ def merge_adapters(
         MergeError: weights, parameters, rank or adapters that the strategy cannot take, or values that are not finite.
         PluginError: an unknown strategy.
     """
-    started = time.perf_counter()
     registry = registry or default_registry()
     chosen = strategy if isinstance(strategy, Strategy) else Strategy.find(strategy, registry)
     complete = chosen.complete(params)
-    names = [source.name for source in sources]
-    _check_counts(names, weights)
-    check_weights(chosen, dict(zip(names, weights, strict=True)))
+    check_weights(chosen, _paired(sources, weights))
     _check_settings(seed, truncation, threads, memory_budget)
+    workers = threads or torch.get_num_threads()
+    work = _prepare(chosen, sources, weights, rank, modules_to_save, registry)
+    settings = Settings(
+        strategy=chosen,
+        params=complete,
+        seed=seed,
+        dtype=_dtype(dtype, work.plans),
+        truncation=truncation,
+        budget=memory_budget // workers,
+        bias=any(member.pair.bias for plan in work.plans for member in plan.members),
+    )
+    recipe = _recipe(work, settings, rank)
+    return (_dry_run if dry_run else _merge)(work, settings, workers, recipe)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be merged, checked and planned; no value has been read.
+
+    Attributes:
+        ordered: Adapters and weights in canonical order.
+        plans: One for each module.
+        owners, decided: Tensors trained in full: who has them, and what the rule says.
+        notes: What a reader of the report should know.
+    """
+
+    ordered: Sequence[tuple[MergeSource, float]]
+    plans: Sequence[ModulePlan]
+    owners: Mapping[str, Sequence[tuple[MergeSource, float]]]
+    decided: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def config(self, ranks: Mapping[str, int], *, bias: bool) -> AdapterConfig:
+        """The configuration of the result."""
+        return merged_config([source for source, _ in self.ordered], self.plans, ranks, bias=bias)
+
+
+def _prepare(
+    chosen: Strategy,
+    sources: Sequence[MergeSource],
+    weights: Sequence[float],
+    rank: int | None,
+    rule: str | Mapping[str, str],
+    registry: Registry,
+) -> _Work:
+    """Check everything that names, shapes and configurations tell, and plan the merge."""
     ordered = canonical_order(sources, [float(weight) for weight in weights])
-    others = _all_strategies(registry)
+    others = [Strategy.find(name, registry) for name in registry.names("merge_strategy")]
     check_configs(chosen, sources, others)
-    layouts = {source.name: source.layout for source, _ in ordered}
+    layouts = {source.name: source.layout for source in sources}
     in_order = [layouts[source.name] for source, _ in ordered]
     check_layouts(chosen, [source for source, _ in ordered], in_order, others)
     _check_bases(sources)
     plans = plan_modules(chosen, ordered, in_order, rank)
     owners = owners_of(list(zip(sources, weights, strict=True)), layouts)
-    decided = resolve_rule(modules_to_save, owners)
-    workers = threads or torch.get_num_threads()
-    settings = Settings(
-        strategy=chosen,
-        params=complete,
-        seed=seed,
-        dtype=_dtype(dtype, plans),
-        truncation=truncation,
-        budget=memory_budget // workers,
-        bias=any(pair.bias for layout in in_order for pair in layout.pairs.values()),
-    )
-    recipe = _recipe(ordered, settings, rank, decided)
-    notes = _notes(sources, decided)
-    if dry_run:
-        return _dry_run([source for source, _ in ordered], plans, settings, workers, recipe, notes, started)
-    results = _run(plans, settings, workers)
-    _check_not_zero(chosen, results)
+    decided = resolve_rule(rule, owners)
+    return _Work(ordered=ordered, plans=plans, owners=owners, decided=decided, notes=_notes(sources, decided))
+
+
+def _merge(work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any]) -> Merged:
+    started = time.perf_counter()
+    results = _run(work.plans, settings, workers)
+    _check_not_zero(settings.strategy, results)
     tensors = {name: tensor for result in results for name, tensor in result.tensors.items()}
-    tensors.update(merge_full(decided, owners))
+    tensors.update(merge_full(work.decided, work.owners))
     tensors = dict(sorted(tensors.items()))
-    config = merged_config(
-        [source for source, _ in ordered], plans, {r.path: r.rank for r in results}, bias=settings.bias
-    )
+    config = work.config({result.path: result.rank for result in results}, bias=settings.bias)
     check_scales("the merged adapter", AdapterConfig.parse(config.to_json()), tensors)
     report = MergeReport(
-        strategy=chosen.name,
+        strategy=settings.strategy.name,
         modules=tuple(result.report for result in results),
-        notes=notes,
+        notes=work.notes,
         seconds=time.perf_counter() - started,
-        bytes=_bytes(tensors),
+        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
     )
     return Merged(config=config, tensors=tensors, report=report, recipe=recipe)
 
 
-def _check_counts(names: Sequence[str], weights: Sequence[float]) -> None:
+def _dry_run(work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any]) -> Merged:
+    started = time.perf_counter()
+    sample = work.plans[:: max(1, len(work.plans) // SAMPLE)][:SAMPLE]
+    results = _run(sample, settings, workers)
+    share = sum(plan.elements for plan in sample) / sum(plan.elements for plan in work.plans)
+    numbers = sum(plan.pair.groups * plan.rank * sum(plan.pair.shape) for plan in work.plans)
+    report = MergeReport(
+        strategy=settings.strategy.name,
+        modules=tuple(result.report for result in results),
+        notes=work.notes,
+        seconds=(time.perf_counter() - started) / share,
+        bytes=numbers * settings.dtype.itemsize,
+        sampled=len(work.plans),
+    )
+    config = work.config({plan.path: plan.rank for plan in work.plans}, bias=settings.bias)
+    return Merged(config=config, tensors={}, report=report, recipe=recipe)
+
+
+def _paired(sources: Sequence[MergeSource], weights: Sequence[float]) -> dict[str, float]:
+    names = [source.name for source in sources]
     if len(names) != len(weights):
         raise MergeError(
             f"{len(weights)} weights for {len(names)} adapters: {list(weights)} for {', '.join(names)}",
@@ -153,6 +204,7 @@ def _check_counts(names: Sequence[str], weights: Sequence[float]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise MergeError(f"adapter {twice[0]!r} was named twice", remedy="name it once, with the sum of the weights")
+    return dict(zip(names, weights, strict=True))
 
 
 def _check_settings(seed: int, truncation: str, threads: int | None, memory_budget: int) -> None:
@@ -174,10 +226,6 @@ def _check_bases(sources: Sequence[MergeSource]) -> None:
             why=f"the fingerprints of their bases are {', '.join(map(str, known))}",
             remedy="merge adapters of one base",
         )
-
-
-def _all_strategies(registry: Registry) -> list[Strategy]:
-    return [Strategy.find(name, registry) for name in registry.names("merge_strategy")]
 
 
 def _dtype(asked: str | torch.dtype | None, plans: Sequence[ModulePlan]) -> torch.dtype:
@@ -227,53 +275,21 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _dry_run(
-    sources: Sequence[MergeSource],
-    plans: Sequence[ModulePlan],
-    settings: Settings,
-    workers: int,
-    recipe: Mapping[str, Any],
-    notes: tuple[str, ...],
-    started: float,
-) -> Merged:
-    step = max(1, len(plans) // SAMPLE)
-    sample = plans[::step][:SAMPLE]
-    results = _run(sample, settings, workers)
-    elements = sum(plan.elements for plan in plans)
-    share = sum(plan.elements for plan in sample) / elements
-    item = settings.dtype.itemsize
-    report = MergeReport(
-        strategy=settings.strategy.name,
-        modules=tuple(result.report for result in results),
-        notes=notes,
-        seconds=(time.perf_counter() - started) / share,
-        bytes=sum(plan.pair.groups * plan.rank * sum(plan.pair.shape) * item for plan in plans),
-        sampled=len(plans),
-    )
-    config = merged_config(sources, plans, {plan.path: plan.rank for plan in plans}, bias=settings.bias)
-    return Merged(config=config, tensors={}, report=report, recipe=recipe)
-
-
-def _recipe(
-    ordered: Sequence[tuple[MergeSource, float]],
-    settings: Settings,
-    rank: int | None,
-    decided: Mapping[str, str],
-) -> dict[str, Any]:
-    digests = {source.name: source.digest for source, _ in ordered}
+def _recipe(work: _Work, settings: Settings, rank: int | None) -> dict[str, Any]:
+    digests = {source.name: source.digest for source, _ in work.ordered}
     return {
         "kind": "merge",
         "strategy": settings.strategy.name,
         "adapters": [
             {"name": source.name, "version": source.version, "digest": source.digest, "weight": weight}
-            for source, weight in ordered
+            for source, weight in work.ordered
         ],
         "params": dict(settings.params),
         "rank": rank,
         "seed": settings.seed,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "truncation": settings.truncation,
-        "modules_to_save": {name: digests.get(choice, choice) for name, choice in decided.items()},
+        "modules_to_save": {name: digests.get(choice, choice) for name, choice in work.decided.items()},
         "libraries": {"multilora_store": multilora_store.__version__, "torch": torch.__version__},
     }
 
@@ -285,7 +301,3 @@ def _notes(sources: Sequence[MergeSource], decided: Mapping[str, str]) -> tuple[
         notes.append(f"the adapters name different bases: {', '.join(bases)}")
     notes += [f"{name}: {choice if choice == 'mean' else f'taken from {choice}'}" for name, choice in decided.items()]
     return tuple(notes)
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

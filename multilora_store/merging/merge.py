@@ -74,23 +74,15 @@ def merge(
         MergeError: see `merge_adapters`; or the stored result did not read back as it was computed.
         NotInStoreError: a reference names nothing.
     """
-    check_name(into)
-    if if_exists not in ("error", "version"):
-        raise MergeError(f"if_exists = {if_exists!r}", remedy=choices(str(if_exists), ["error", "version"]))
+    _check_into(store, into, if_exists)
     chosen = Strategy.find(strategy, registry)
     chosen.complete(params)
     check_weights(chosen, weights)
-    if if_exists == "error" and into in store.names():
-        raise ExistsError(
-            f"the store already has an adapter {into!r}: {store.url}",
-            remedy="choose another name, or add a version to it with if_exists=version",
-            name=into,
-        )
     sources = [MergeSource.stored(ref, store.get(ref)) for ref in weights]
     merged = merge_adapters(
         sources,
         list(weights.values()),
-        strategy=strategy,
+        strategy=chosen,
         rank=rank,
         seed=seed,
         dry_run=dry_run,
@@ -106,6 +98,18 @@ def merge(
         return MergeResult(version=None, report=merged.report, recipe=merged.recipe)
     version = _write(store, into, sources, merged)
     return MergeResult(version=version, report=merged.report, recipe=merged.recipe)
+
+
+def _check_into(store: Store, into: str, if_exists: str) -> None:
+    check_name(into)
+    if if_exists not in ("error", "version"):
+        raise MergeError(f"if_exists = {if_exists!r}", remedy=choices(str(if_exists), ["error", "version"]))
+    if if_exists == "error" and into in store.names():
+        raise ExistsError(
+            f"the store already has an adapter {into!r}: {store.url}",
+            remedy="choose another name, or add a version to it with if_exists=version",
+            name=into,
+        )
 
 
 def _write(store: Store, into: str, sources: Sequence[MergeSource], merged: Merged) -> Version:
