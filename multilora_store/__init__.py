@@ -6,7 +6,6 @@ Public names are loaded on first use: importing the package imports neither torc
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -81,17 +80,23 @@ __all__ = [
     "sync",
 ]
 
-try:
-    __version__ = version("multilora-store")
-except PackageNotFoundError:  # a checkout on the path, not installed
-    __version__ = "0+checkout"
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # a fifth of the time that importing us takes
+
+    try:
+        return version("multilora-store")
+    except PackageNotFoundError:  # a checkout on the path, not installed
+        return "0+checkout"
 
 
 def __dir__() -> list[str]:

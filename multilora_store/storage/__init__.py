@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from multilora_store.storage.changes import FileRecord, SnapshotMember
-from multilora_store.storage.diff import StateDiff, diff_states
-from multilora_store.storage.gc import GcReport
 from multilora_store.storage.peft_dirs import PeftFolder, export_adapter, import_peft, read_peft_dir
 from multilora_store.storage.puts import StagedPut
 from multilora_store.storage.repair import RepairReport, repair
-from multilora_store.storage.restoring import RestoreReport, restore_state
-from multilora_store.storage.retention import RetentionReport, apply_retention
 from multilora_store.storage.snapshots import SnapshotDraft, new_snapshot_id
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.store import Commit, Store, StoredAdapter, open_store
 from multilora_store.storage.sync import SyncReport, sync
 from multilora_store.storage.verify import Finding, VerifyReport
+
+if TYPE_CHECKING:
+    from multilora_store.storage.diff import StateDiff, diff_states
+    from multilora_store.storage.gc import GcReport
+    from multilora_store.storage.restoring import RestoreReport, restore_state
+    from multilora_store.storage.retention import RetentionReport, apply_retention
 
 __all__ = [
     "Commit",
@@ -47,3 +52,21 @@ __all__ = [
     "restore_state",
     "sync",
 ]
+
+# Loaded on first use: a sync that finds nothing to do takes no longer than its imports.
+_HOMES = {
+    "GcReport": "gc",
+    "RestoreReport": "restoring",
+    "RetentionReport": "retention",
+    "StateDiff": "diff",
+    "apply_retention": "retention",
+    "diff_states": "diff",
+    "restore_state": "restoring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
