@@ -107,8 +107,17 @@ def run_shell(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_script(block: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run `$ torchrun ... FILE.py`, where the page has given the file, as the only rank; what follows is its output."""
+    """Run `$ torchrun ... FILE.py`, where the page has given the file, as the only rank; what follows is its output.
+
+    `$ pytest FILE.py` is run by pytest itself.
+    """
     first, *rest = command_lines(block)
+    tested = re.fullmatch(r"\$ pytest ([\w-]+\.py)", first)
+    if tested:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(here)])}
+        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tested[1]]
+        done = subprocess.run(line, cwd=here, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{block.page}:{block.line}: {done.stdout}{done.stderr}"
     called = re.fullmatch(r"\$ torchrun .*?([\w-]+\.py)", first)
     if called and (here / called[1]).exists():
         exec(compile((here / called[1]).read_text(encoding="utf-8"), called[1], "exec"), {"__name__": "__main__"})
@@ -344,7 +353,7 @@ def test_documents_of_commands_are_as_documented(here: Path, capsys: pytest.Capt
     for line in LINES:
         heading = next(name for name in sorted(shapes, key=len, reverse=True) if _of(line, name))
         capsys.readouterr()
-        if line == LINES[-1]:
+        if line == "verify b store.url=s":
             damage(here)
         code = main([*shlex.split(line), "output=json"])
         out = capsys.readouterr().out
@@ -368,7 +377,9 @@ def _of(line: str, heading: str) -> bool:
     """Whether the words of `heading` all stand in the command line."""
     if heading == "error":
         return "no-such-adapter" in line
-    return heading.split()[0] == line.split()[0] and set(heading.split()) <= set(line.split())
+    return heading.split()[0] == line.split()[0] and all(
+        word in line.split() or (word.endswith("=") and f" {word}" in line) for word in heading.split()
+    )
 
 
 LINES = (
@@ -387,10 +398,16 @@ LINES = (
     "tag a good remove=true store.url=s",
     "delete c store.url=s",
     "restore ./out/c store.url=s",
+    "restore to=2 store.url=s dry_run=true",
+    "sync s ./copy",
+    "gc store.url=s",
+    "doctor '+adapters=[a,b]' store.url=s base=demo",
     "verify store.url=s",
+    "verify store.url=s profile=vllm",
     "merge '+adapters=[a,b]' merge=linear merge.into=ab store.url=s",
     "diff a b store.url=s",
     "diff a a store.url=s",
     "show no-such-adapter store.url=s",
-    "verify store.url=s",
+    "verify b store.url=s",
+    "repair store.url=s dry_run=true",
 )
