@@ -21,6 +21,8 @@ _HEADS: Final = frozenset({"classifier", "score"})
 _INITS: Final = ("pissa", "olora", "corda", "loftq")
 _NEEDED: Final = ("r", "lora_alpha", "target_modules")
 _FACTOR: Final = re.compile(r"(?P<path>.+)\.(?P<role>lora_[AB]\.weight|lora_embedding_[AB])")
+_BIAS: Final = ".lora_B.bias"
+_TOKENS: Final = ".trainable_tokens_delta"
 _SPLIT: Final = (
     "export with the vllm exporter and split=true: the LoRA part, and the full tensors in a folder beside it"
 )
@@ -100,8 +102,6 @@ def _config_faults(config: AdapterConfig) -> Iterator[ProfileFinding]:
     for field in _NEEDED:
         if raw.get(field) in (None, []) and not (field == "target_modules" and raw.get("target_parameters")):
             yield _error("field", f"{field} is not set", "vLLM needs it in adapter_config.json", f"set {field}")
-    if raw.get("lora_bias"):
-        yield _error("lora-bias", "lora_bias is true", "vLLM's kernels add no bias", "train it without lora_bias")
     if raw.get("bias") not in (None, "none"):
         yield _error(
             "bias", f"bias is {raw['bias']!r}", "trained biases of the base are not served", "train it with bias='none'"
@@ -143,12 +143,17 @@ def _full_tensors(config: AdapterConfig, shapes: Shapes) -> Iterator[ProfileFind
         yield _error(
             "dora", f"it is DoRA{found}", "vLLM has no magnitudes and refuses them", "merge it into a base, or retrain"
         )
-    if config.raw.get("trainable_token_indices"):
+    if config.raw.get("trainable_token_indices") or any(name.endswith(_TOKENS) for name in shapes):
         yield _error("tokens", "it trains single tokens of the embedding", "vLLM has no place for them", _SPLIT)
+    biases = [name for name in shapes if name.endswith(_BIAS)]
+    if config.raw.get("lora_bias") or biases:
+        found = f": {_some(sorted(biases))}" if biases else ""
+        yield _error(
+            "lora-bias", f"it has lora_bias{found}", "vLLM's kernels add no bias", "train it without lora_bias"
+        )
 
 
 def _names(config: AdapterConfig, shapes: Shapes) -> Iterator[ProfileFinding]:
-    saved = _HEADS & {str(name) for name in config.raw.get("modules_to_save") or ()}
     if not shapes:
         yield _error("empty", "it has no tensors", "there is nothing to serve", "save it again")
     base = sorted(name for name in shapes if ".base_layer." in name and not _FACTOR.fullmatch(name))
@@ -167,17 +172,14 @@ def _names(config: AdapterConfig, shapes: Shapes) -> Iterator[ProfileFinding]:
             "PEFT stores all experts in one flat pair of factors, which servers do not understand or ignore",
             "storage.experts.unflatten gives the factors of each expert; or merge it into a base",
         )
-    known = {*base, *experts}
+    judged = {*base, *experts}
+    full = {str(name) for name in config.raw.get("modules_to_save") or ()}
     odd = sorted(
         name
         for name in shapes
-        if name not in known
-        and not _FACTOR.fullmatch(name)
+        if not (name in judged or _FACTOR.fullmatch(name) or name.endswith((_BIAS, _TOKENS)))
         and "lora_magnitude_vector" not in name
-        and not name.endswith(".lora_B.bias")
-        and not saved & set(name.split("."))
-        and not set(map(str, config.raw.get("modules_to_save") or ())) & set(name.split("."))
-        and not name.endswith("trainable_tokens_delta")
+        and not full & set(name.split("."))
     )
     if odd:
         yield _error(

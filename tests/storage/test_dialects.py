@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from multilora_store.errors import (
@@ -33,7 +36,8 @@ from multilora_store.storage.dialects import (
     read_mlx,
     read_peft,
 )
-from multilora_store.storage.dialects.kohya_names import flatten, from_sgm, restore
+from multilora_store.storage.dialects.kohya_names import _WORDS, flatten, from_sgm, restore
+from multilora_store.testing import tiny_decoder
 
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
@@ -502,6 +506,38 @@ def test_any_url_serves_and_fragments_are_checked(memory_url: str, tmp_path: Pat
         read_mlx(f"{path}#scale=much")
     with pytest.raises(UsageError, match="is not there"):
         read_kohya(f"{memory_url}/absent.safetensors")
+
+
+def test_a_hash_in_a_path_is_no_fragment(tmp_path: Path) -> None:
+    path = write(tmp_path / "run#3", "style.safetensors", kohya("te1", {PATH: (factors(1), 1.0)}))
+    for address in (str(path), f"kohya://{path}#component=te1&base=org/name"):
+        assert list(read_kohya(address).config.target_modules or ()) == [PATH]
+    assert read_kohya(f"{path}#base=org/name").config.base_model == "org/name"
+
+
+@given(st.lists(st.sampled_from([*sorted(_WORDS), "0", "1", "27"]), min_size=1, max_size=8))
+def test_a_kohya_name_is_told_rightly_or_refused(parts: list[str]) -> None:
+    path = ".".join(parts)
+    with suppress(UnsupportedError):
+        assert restore(flatten(path)) == path
+
+
+def test_peft_computes_with_a_converted_adapter_what_its_own_tool_would(tmp_path: Path) -> None:
+    """PEFT is the reference: y + alpha / rank * up(down(x)), as the layout defines it."""
+    from peft import PeftModel
+
+    (up, down), (up2, down2) = factors(1, rows=16, columns=16), factors(2, rank=4, rows=16, columns=32)
+    other = "model.layers.1.mlp.down_proj"
+    path = write(tmp_path, "x.safetensors", kohya("te", {PATH: ((up, down), 3.0), other: ((up2, down2), 1.0)}))
+    found = read_kohya(str(path))
+    store = open_store(tmp_path / "store", cache=False)
+    store.put("a", found.tensors, found.config)
+    base, edited = tiny_decoder(), tiny_decoder()
+    with torch.no_grad():
+        edited.get_submodule(PATH).weight += 1.5 * up @ down
+        edited.get_submodule(other).weight += 0.25 * up2 @ down2
+        model = PeftModel.from_pretrained(base, str(store.path("a")))
+        assert torch.allclose(model(base.example()), edited(edited.example()), rtol=1e-4, atol=1e-5)
 
 
 def test_only_one_safetensors_file_is_taken(tmp_path: Path) -> None:

@@ -116,6 +116,19 @@ def test_names_that_vllm_does_not_know_are_flagged() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_B.bias", "lora-bias"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", "tokens"),
+        ("model.layers.0.self_attn.q_proj.bias", "key"),
+        ("lm_head.weight", "key"),
+    ],
+)
+def test_a_tensor_is_enough_whatever_the_configuration_says(name: str, code: str) -> None:
+    assert codes(config(), {**shapes(), f"base_model.model.{name}": (16,)}) == [code]
+
+
 def test_flat_expert_factors_are_flagged_and_can_be_restored() -> None:
     """Case 136: the converter gives (experts, rank, in) back, as PEFT itself reads the flat pair."""
     path = "base_model.model.model.layers.0.mlp.experts.base_layer"

@@ -22,6 +22,7 @@ __all__ = ["Foreign", "open_foreign", "source"]
 
 P = ParamSpec("P")
 
+_FRAGMENT: Final = re.compile(r"([^#]*(?:#(?!\w+=)[^#]*)*)#(\w+=[^#]*)")
 _TRUE: Final = {"true": True, "false": False, "1": True, "0": False}
 _CONVERT: Final[Mapping[str, Callable[[str], Any]]] = {
     "str": str,
@@ -42,7 +43,8 @@ def source(name: str) -> Callable[[Callable[Concatenate[str, P], PeftFolder]], C
         @functools.wraps(read)
         def reader(source: str | os.PathLike[str], *args: Any, **params: Any) -> PeftFolder:
             text = os.fspath(source).removeprefix(f"{name}://")
-            location, _, fragment = text.partition("#")
+            behind = _FRAGMENT.fullmatch(text)
+            location, fragment = (behind[1], behind[2]) if behind is not None else (text, "")
             given = _parameters(fragment, read, name)
             return read(location, *args, **{**given, **params})
 
