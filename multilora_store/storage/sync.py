@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -18,20 +18,18 @@ from typing import Any, Final
 from multilora_store.errors import (
     ConflictError,
     ProtectedError,
-    StorageError,
     StoreNotFoundError,
     UsageError,
 )
-from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.changes import Change, Import, Origin
 from multilora_store.storage.divergence import Diverged
 from multilora_store.storage.journal import Journal
-from multilora_store.storage.records import dump
 from multilora_store.storage.selection import Selection
-from multilora_store.storage.state import State, Version
+from multilora_store.storage.state import State
 from multilora_store.storage.store import Store, open_store
 from multilora_store.storage.sync_plan import SyncPlan, common_origin, plan_sync
-from multilora_store.storage.transfer import Progress, Transfer, VanishedError, bound_directory
+from multilora_store.storage.transfer import Progress, VanishedError
+from multilora_store.storage.upload import Upload
 
 __all__ = ["SyncReport", "sync"]
 
@@ -239,8 +237,10 @@ class _Job:
         return plan, since
 
     def _apply(self, ours: State) -> SyncReport:
-        note = _Note(self.target.blobs, self.source.journal.marker.id)
-        upload = _Upload(self, note)
+        upload = Upload(
+            self.source.blobs, self.target.blobs, self.source.journal.marker.id, jobs=self.jobs,
+            bandwidth=self.bandwidth, progress=self.progress,
+        )  # fmt: skip
         made: list[SyncPlan] = []
 
         def decide(theirs: State) -> list[Change]:
@@ -260,8 +260,11 @@ class _Job:
             return [Import(origin=origin, changes=tuple(changes))]
 
         done = self.target.journal.commit(decide)
-        note.remove()
-        return upload.counted(self.report(made[-1], None if done.entry is None else done.entry.seq))
+        upload.finish()
+        report = self.report(made[-1], None if done.entry is None else done.entry.seq)
+        return replace(
+            report, contents=upload.contents, files=upload.files, nbytes=upload.nbytes, resumed=upload.resumed
+        )
 
     def _since(self, ours: State, theirs: State) -> Origin | None:
         since = common_origin(theirs, ours.store_id, self.selection.scope)
@@ -323,74 +326,6 @@ class _Job:
 
     def report(self, plan: SyncPlan, seq: int | None = None) -> SyncReport:
         return SyncReport(source=self.source.url, target=self.target.url, plan=plan, seq=seq)
-
-
-class _Upload:
-    """What one sync has copied so far; asked again, it copies only what is new or was purged meanwhile."""
-
-    def __init__(self, job: _Job, note: _Note) -> None:
-        self._job, self._note = job, note
-        self._placed: dict[str, tuple[str, str, int]] = {}
-        self._snapshots: set[str] = set()
-        self._transfer: Transfer | None = None
-
-    def bring(self, plan: SyncPlan, theirs: State) -> None:
-        """Copies the contents and the files of snapshots that `plan` needs and the target has not."""
-        versions: dict[str, Version] = {}
-        for version in plan.contents(theirs):
-            placed = self._placed.get(version.digest)
-            if placed is None or placed[0] in theirs.purged:
-                directory = bound_directory(theirs, version)
-                versions[directory] = version
-                self._placed[version.digest] = (directory, version.record, version.nbytes)
-        snapshots = [s for s in plan.snapshots if s.id not in self._snapshots and s.files]
-        if versions or snapshots:
-            self._running().run(versions, snapshots)
-            self._snapshots.update(snapshot.id for snapshot in snapshots)
-
-    def place(self, version: Version, theirs: State) -> tuple[str, str, int]:
-        """Where the content of `version` lies in the target."""
-        held = theirs.holding(version.digest)
-        return (held.directory, held.record, held.nbytes) if held else self._placed[version.digest]
-
-    def counted(self, report: SyncReport) -> SyncReport:
-        if self._transfer is None:
-            return report
-        done = self._transfer
-        return replace(report, contents=len(self._placed), files=done.files, nbytes=done.nbytes, resumed=done.resumed)
-
-    def _running(self) -> Transfer:
-        if self._transfer is None:
-            job = self._job
-            self._transfer = Transfer(
-                job.source.blobs, job.target.blobs, jobs=job.jobs, bandwidth=job.bandwidth,
-                present=self._note.take(), progress=job.progress,
-            )  # fmt: skip
-        return self._transfer
-
-
-class _Note:
-    """`sync/<source>.json` in the target: a sync is at work, or was killed and has left files to find again."""
-
-    def __init__(self, blobs: Blobs, source: str) -> None:
-        self._blobs, self._key, self._written = blobs, f"sync/{source}.json", False
-
-    def take(self) -> Mapping[str, int]:
-        """Sizes by key of what lies in the target, if an earlier sync did not finish; and notes this one."""
-        left: dict[str, int] = {}
-        if self._blobs.read(self._key) is not None:
-            left = {info.key: info.size for root in ("adapters/", "snapshots/") for info in self._blobs.list(root)}
-        self._blobs.write(self._key, dump({"format": 1}))
-        self._written = True
-        return left
-
-    def remove(self) -> None:
-        if not self._written:
-            return
-        try:
-            self._blobs.delete([self._key])
-        except StorageError as error:
-            log.debug("the note of a finished sync stays: %s", error.what)  # it costs the next one a listing
 
 
 def _both(left: Callable[[], Any], right: Callable[[], Any]) -> tuple[Any, Any]:

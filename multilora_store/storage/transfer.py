@@ -74,8 +74,11 @@ class Transfer:
     Args:
         jobs: How many versions or files are under way at a time.
         bandwidth: Bytes a second, all jobs together; None: no limit.
-        present: Sizes by key of what a killed transfer has left in the target.
         progress: Called after each file, from the threads of the transfer, one call at a time.
+
+    Attributes:
+        present: Sizes by key of what a killed transfer has left in the target.
+        files, nbytes, resumed: What is there now, and how many of those files were found there.
     """
 
     def __init__(
@@ -85,11 +88,11 @@ class Transfer:
         *,
         jobs: int,
         bandwidth: float | None = None,
-        present: Mapping[str, int] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.source, self.target = source, target
-        self.jobs, self.present = max(1, jobs), present or {}
+        self.jobs = max(1, jobs)
+        self.present: Mapping[str, int] = {}
         self.files = self.nbytes = self.resumed = 0
         self._total = [0, 0]
         self._progress, self._lock = progress, threading.Lock()

@@ -591,3 +591,27 @@ def test_killed_syncs_leave_old_or_new(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_many_killed_syncs_leave_old_or_new(tmp_path: Path) -> None:
     kill_syncs(tmp_path, 40)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("driver", ["obstore", "fsspec"])
+def test_a_store_goes_to_s3_and_back(driver: str, s3_url: str, tmp_path: Path) -> None:
+    """Case 50: an upload and a change of equal size, on a real S3 server."""
+    source, bucket = open_store(tmp_path / "a"), open_store(s3_url, driver=driver)
+    fill(source, 5)
+    snap(source, "s1", m=20)
+    sync(source, bucket)
+    source.put("a003", tensors(99), CONFIG)
+    assert sync(source, bucket).contents == 1
+    (ours, _), (theirs, calls) = counted(source), counted(bucket)
+    assert sync(ours, theirs).unchanged
+    assert calls.total == 4
+    back = open_store(tmp_path / "b")
+    sync(bucket, back)
+    assert facts(back.state()) == facts(bucket.state()) == facts(source.state())
+    assert back.verify().ok
+    source.delete("a001")
+    sync(source, bucket, delete=True)
+    assert "a001" not in bucket.names()
+    assert bucket.gc(grace=NOW).freed
+    assert bucket.verify().ok
