@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ __all__ = ["FsspecBlobs"]
 
 # File systems whose `mode="create"` is one conditional request; all others look first and write then.
 _CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_TEMPORARY = ".tmp~"
 _PRECONDITION_CODES = frozenset({"PreconditionFailed", "412"})
 
 
@@ -83,10 +85,7 @@ class FsspecBlobs:
     @renewing
     def create(self, key: str, data: bytes) -> bool:
         if not self._conditional:
-            if self.stat(key) is not None:
-                return False
-            self.write(key, data)
-            return True
+            return self.stat(key) is None and self._create_whole(key, data)
         fs, path = self._at(key)
         try:
             fs.pipe_file(path, data, mode="create")
@@ -96,6 +95,16 @@ class FsspecBlobs:
             if _is_conflict(error):
                 return False
             raise translate(error, "creating", self._where(key)) from error
+        return True
+
+    def _create_whole(self, key: str, data: bytes) -> bool:
+        """Writes beside the key and renames, since such a file system may show a file that is half written."""
+        fs, path = self._at(key)
+        temporary = f"{path}{_TEMPORARY}{secrets.token_hex(4)}"
+        with translated("creating", self._where(key)):
+            self._make_parent(fs, path)
+            fs.pipe_file(temporary, data)
+            fs.mv(temporary, path)
         return True
 
     def list(self, prefix: str = "") -> Iterator[BlobInfo]:
@@ -112,7 +121,8 @@ class FsspecBlobs:
             stem = base.rstrip("/") + "/"
             for path, info in found.items():
                 key = str(path).removeprefix(stem)
-                if str(path).startswith(stem) and key.startswith(prefix) and info.get("type") == "file":
+                ours = str(path).startswith(stem) and _TEMPORARY not in key
+                if ours and key.startswith(prefix) and info.get("type") == "file":
                     yield BlobInfo(key, int(info["size"] or 0), _time_of(info))
 
     @renewing

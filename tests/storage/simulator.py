@@ -375,7 +375,7 @@ def simulated() -> Iterator[None]:
     with ExitStack() as stack:
         for place in ("store", "puts"):
             stack.enter_context(mock.patch(f"{home}.{place}.build_contents", contents))
-        for place in ("journal", "sync", "transfer"):
+        for place in ("history", "puts", "sync", "transfer"):
             stack.enter_context(mock.patch(f"{home}.{place}.ThreadPoolExecutor", _Inline))
         stack.enter_context(mock.patch(f"{home}.journal.time.sleep"))
         yield

@@ -480,6 +480,40 @@ class TestSingleWriter:
         assert "two writers made entry 3" in caplog.text
         assert Journal(blobs).commit(adding("more", 80)).state.seq == 5
 
+    def test_long_histories_with_double_numbers_are_read(self, blobs: Blobs) -> None:
+        """Either of two entries of one number may be the one that the next follows, wherever reading pauses."""
+        filled(blobs, 15)
+        for number in range(10):
+            left, right = Journal(blobs), Journal(blobs)
+
+            def decide(state: State, right: Journal = right, number: int = number) -> list[Change]:
+                right.commit(adding("right", 1000 + number))
+                return [put("left", 2000 + number)]
+
+            left.commit(decide)
+            before = left._state if number % 2 else right._state
+            follower = Journal(blobs)
+            follower.state = lambda before=before, **_: before  # type: ignore[method-assign]
+            follower.commit(adding("next", 3000 + number))
+        state = Journal(blobs).state()
+        assert state.seq == 35
+        assert len(state.versions("left")) == len(state.versions("right")) == len(state.versions("next")) == 10
+        assert Journal(blobs).refold() == state
+
+
+def test_the_hint_names_a_checkpoint_that_another_writer_made(blobs: Blobs) -> None:
+    """A writer that walked past a checkpoint points to it all the same; where it is missing, an older one is found."""
+    watcher = filled(blobs, 2)
+    filled(blobs, CHECKPOINT_EVERY * 2)
+    watcher.commit(adding("mine", 9))
+    assert json.loads(blobs.read(HEAD))["checkpoint"] == CHECKPOINT_EVERY * 2
+    expected = watcher.state()
+    blobs.delete([checkpoint_key(CHECKPOINT_EVERY * 2)])
+    counting = FaultyBlobs(blobs)
+    assert Journal(counting).state() == expected
+    assert f"read {entry_key(CHECKPOINT_EVERY + 1)}" in counting.calls
+    assert f"read {entry_key(1)}" not in counting.calls
+
 
 def test_a_store_made_elsewhere_is_not_written_where_creation_is_not_exclusive(tmp_path: Path) -> None:
     filled(LocalBlobs(tmp_path / "s"), 2)
