@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multilora_store.distributed.activation import activate, active, disabled
     from multilora_store.distributed.auditing import AuditReport, audit
+    from multilora_store.distributed.handle import SaveHandle
     from multilora_store.distributed.live import attach, detach
     from multilora_store.distributed.planning import Plan, plan
     from multilora_store.distributed.restoring import restore
-    from multilora_store.distributed.saving import SaveHandle, save
+    from multilora_store.distributed.saving import save
     from multilora_store.distributed.wrap import shard
 
 _HOMES = {
     "AuditReport": "auditing",
     "Plan": "planning",
-    "SaveHandle": "saving",
+    "SaveHandle": "handle",
     "activate": "activation",
     "active": "activation",
     "attach": "live",

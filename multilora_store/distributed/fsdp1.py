@@ -14,7 +14,7 @@ from multilora_store.distributed.places import places
 from multilora_store.distributed.units import PREFIX, UnitPlan, block_of
 from multilora_store.errors import UnsupportedError
 
-__all__ = ["check", "leaves", "wrap", "wrap_leaves"]
+__all__ = ["check", "leaves", "wrap"]
 
 MAGNITUDE = "lora_magnitude_vector"
 
@@ -69,9 +69,16 @@ def wrap(
     plan: UnitPlan,
     blocks: Mapping[str, str],
     policy: MixedPrecisionPolicy | None,
+    *,
+    keep: bool = False,
 ) -> None:
-    """Wraps leaf units, blocks and the innermost model, in place."""
-    wrap_leaves(model, mesh, leaves(model, plan))
+    """Wraps leaf units, blocks and the innermost model, in place; with `keep`, gathered values last until backward."""
+    strategy = ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD
+    located = places(innermost(model))
+    for path in leaves(model, plan):
+        place = located[path]
+        assert isinstance(place.parent, nn.ModuleDict)
+        place.parent[place.name] = _unit(place.module, mesh, None, strategy)
     precision = (
         None
         if policy is None
@@ -85,27 +92,20 @@ def wrap(
     located = places(base)
     for path in blocks:
         place = located[path]
-        setattr(place.parent, place.name, _unit(place.module, mesh, precision))
-    peft_model(model).base_model.model = _unit(base, mesh, precision)
+        setattr(place.parent, place.name, _unit(place.module, mesh, precision, strategy))
+    peft_model(model).base_model.model = _unit(base, mesh, precision, strategy)
 
 
-def wrap_leaves(model: nn.Module, mesh: DeviceMesh, paths: list[str]) -> None:
-    """Each module of `paths` becomes a unit of its own, in its own dtype."""
-    located = places(innermost(model))
-    for path in paths:
-        place = located[path]
-        assert isinstance(place.parent, nn.ModuleDict)
-        place.parent[place.name] = _unit(place.module, mesh, None)
-
-
-def _unit(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecision | None) -> FullyShardedDataParallel:
+def _unit(
+    module: nn.Module, mesh: DeviceMesh, precision: MixedPrecision | None, strategy: ShardingStrategy
+) -> FullyShardedDataParallel:
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return FullyShardedDataParallel(
         module,
         process_group=mesh.get_group(),
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        sharding_strategy=strategy,
         use_orig_params=True,
         mixed_precision=precision,
         device_id=device,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,18 +21,19 @@ from multilora_store.assembly.bridge import (
     trainable_adapters,
 )
 from multilora_store.assembly.live import eject_adapter, inject_adapter
+from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.guards import unguarded
 from multilora_store.distributed.internals import collect_root_again, forget_parameters, require
 from multilora_store.distributed.layout import layouts
 from multilora_store.distributed.optimizer import read_options
 from multilora_store.distributed.places import places
-from multilora_store.distributed.restoring import fill, owners_of_reading
+from multilora_store.distributed.restoring import check_coverage, fill, owners_of_reading
 from multilora_store.distributed.saving import kept_versions
 from multilora_store.distributed.sharded import backend_of, ranks_of, reshard, wrapping_of
 from multilora_store.distributed.units import plan_units
 from multilora_store.distributed.wrap import wrap_units
-from multilora_store.errors import ShardedModelError, UnsupportedError, UsageError
-from multilora_store.storage import Store, StoredAdapter, Version, read_peft_dir
+from multilora_store.errors import MultiLoRAError, ShardedModelError, UnsupportedError, UsageError
+from multilora_store.storage import PeftFolder, Store, StoredAdapter, Version, read_peft_dir
 
 __all__ = ["attach", "detach"]
 
@@ -74,23 +74,17 @@ def attach(
         lambda: _check(model, name, source, store, config),
         facts=lambda _: [name, source, store.url if store else None, str(config), weight, trainable, seed],
     )
-    opened: StoredAdapter | None = None
-    found: AdapterConfig
-    version: Version | None = None
-    if source is None:
-        assert config is not None
-        given = config
-        found = given if isinstance(given, AdapterConfig) else AdapterConfig.parse(given, where=f"config of {name}")
-    else:
-        opened = ranks.together("attach", lambda: _read(name, source, store) if ranks.first else None)
-        found, version = ranks.from_first("attach", lambda: _told(opened))
+    opened = ranks.together("attach", lambda: _read(source, store) if source is not None and ranks.first else None)
+    found, version = ranks.from_first("attach", lambda: _told(name, opened, config))
     before = _states(model)
     ranks.together("attach", lambda: _inject(model, name, found, seed))
     _restore_states(model, before)
-    if opened is not None or source is not None:
-        held = layouts(model, (name,))
-        owner = owners_of_reading(model, ranks)[0]
-        fill(model, ranks, held, {name: owner}, {} if opened is None else {name: opened})
+    if source is not None:
+        try:
+            _load(model, ranks, name, source, opened)
+        except MultiLoRAError:
+            _remove(model, name)
+            raise
     record(model).member(name).version = version
     if weight is not None:
         set_active(model, {**active_adapters(model), name: weight})
@@ -115,11 +109,29 @@ def detach(model: nn.Module, name: str, *, optimizer: torch.optim.Optimizer | No
     """
     ranks = ranks_of(model)
     ranks.together("detach", lambda: _check_detach(model, name), facts=lambda _: name)
-    gone = list(adapter_modules(model, name).values())
-    inner = [module for each in gone for module in each.modules()]
     parameters = list(adapter_parameters(model, name).values())
+    _remove(model, name)
     if optimizer is not None:
         _untell(optimizer, parameters)
+
+
+def _load(model: nn.Module, ranks: Ranks, name: str, source: str, opened: StoredAdapter | PeftFolder | None) -> None:
+    """Streams the tensors that the first rank has opened into the new shards of all."""
+    held = layouts(model, (name,))
+
+    def check() -> None:
+        if opened is not None:
+            shapes = {key: tuple(tensor.shape) for key, tensor in opened.tensors.items()}
+            check_coverage(source, shapes, held[name])
+
+    ranks.together("attach", check)
+    owner = owners_of_reading(model, ranks)[0]
+    fill(model, ranks, held, {name: owner}, {} if opened is None else {name: opened})
+
+
+def _remove(model: nn.Module, name: str) -> None:
+    """Takes the adapter off this rank's model, and its parameters out of every unit; asks no other rank."""
+    gone = [module for each in adapter_modules(model, name).values() for module in each.modules()]
     before = _states(model)
     with unguarded(model):
         eject_adapter(model, name)
@@ -128,7 +140,7 @@ def detach(model: nn.Module, name: str, *, optimizer: torch.optim.Optimizer | No
     wrapping = wrapping_of(model)
     if wrapping is not None:
         wrapping.units = [unit for unit in wrapping.units if unit.adapter != name]
-        forget_parameters(innermost(model), inner)
+        forget_parameters(innermost(model), gone)
         collect_root_again(innermost(model))
 
 
@@ -176,15 +188,21 @@ def _check_detach(model: nn.Module, name: str) -> None:
         )
 
 
-def _read(name: str, source: str, store: Store | None) -> StoredAdapter | Any:
+def _read(source: str, store: Store | None) -> StoredAdapter | PeftFolder:
     if source_kind(source) == "ref":
         assert store is not None
         return store.get(source)
-    return read_peft_dir(os.fspath(source))
+    return read_peft_dir(source)
 
 
-def _told(opened: Any) -> tuple[AdapterConfig, Version | None]:
-    return opened.config, getattr(opened, "version", None)
+def _told(
+    name: str, opened: StoredAdapter | PeftFolder | None, config: AdapterConfig | Mapping[str, Any] | None
+) -> tuple[AdapterConfig, Version | None]:
+    if opened is not None:
+        return opened.config, opened.version if isinstance(opened, StoredAdapter) else None
+    assert config is not None
+    parsed = config if isinstance(config, AdapterConfig) else AdapterConfig.parse(config, where=f"config of {name}")
+    return parsed, None
 
 
 def _inject(model: nn.Module, name: str, config: AdapterConfig, seed: int) -> None:

@@ -26,9 +26,9 @@ from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_r
 from multilora_store.distributed.saving import group_of, kept_versions, local_digest
 from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, reshard
 from multilora_store.errors import CoverageError, UnsupportedError, UsageError, choices
-from multilora_store.storage import Snapshot, Store, StoredAdapter, Version
+from multilora_store.storage import PeftFolder, Snapshot, Store, StoredAdapter, Version
 
-__all__ = ["fill", "owners_of_reading", "restore"]
+__all__ = ["check_coverage", "fill", "owners_of_reading", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -156,22 +156,30 @@ def _materialize(model: nn.Module, names: tuple[str, ...]) -> bool:
     return True
 
 
-def _open(store: Store, version: Version, adapter: AdapterLayout) -> StoredAdapter:
-    stored = store.get(version)
-    found = {info.name: info.shape for info in stored.infos.values()}
+def check_coverage(where: str, found: Mapping[str, tuple[int, ...]], adapter: AdapterLayout) -> None:
+    """Names and shapes are those of the model, all of them and no others.
+
+    Raises:
+        CoverageError: naming the tensors that differ.
+    """
     expected = {key: layout.shape for key, layout in adapter.layouts.items()}
     wrong = [
-        f"{key} is {found.get(key, 'missing')} in the store, {expected.get(key, 'missing')} in the model"
+        f"{key} is {found.get(key, 'missing')} there, {expected.get(key, 'missing')} in the model"
         for key in sorted(expected.keys() | found.keys())
         if found.get(key) != expected.get(key)
     ]
     if wrong:
         raise CoverageError(
-            f"{version} does not fit adapter {adapter.name} of this model: {len(wrong)} tensors differ",
+            f"{where} does not fit adapter {adapter.name} of this model: {len(wrong)} tensors differ",
             why="; ".join(wrong[:5]),
-            remedy="assemble the model from this snapshot's configs",
+            remedy="take the configuration that these tensors were saved with",
             tensors=wrong,
         )
+
+
+def _open(store: Store, version: Version, adapter: AdapterLayout) -> StoredAdapter:
+    stored = store.get(version)
+    check_coverage(str(version), {info.name: info.shape for info in stored.infos.values()}, adapter)
     if stored.config.canonical() != adapter.config.canonical():
         ours, theirs = adapter.config.canonical(), stored.config.canonical()
         raise CoverageError(
@@ -194,7 +202,7 @@ def fill(
     ranks: Ranks,
     held: Mapping[str, AdapterLayout],
     owners: Mapping[str, int],
-    opened: Mapping[str, StoredAdapter],
+    opened: Mapping[str, StoredAdapter | PeftFolder],
     budget: int = BUDGET,
 ) -> None:
     """Streams every adapter from its owner into the shards of all ranks, a budget's worth at a time."""

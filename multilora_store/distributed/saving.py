@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, overload
@@ -21,6 +19,7 @@ from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.auditing import checksum
 from multilora_store.distributed.exchange import Item, gather_to_owners
+from multilora_store.distributed.handle import SaveHandle
 from multilora_store.distributed.layout import AdapterLayout, describe_set, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, encode_random, random_state
@@ -29,8 +28,6 @@ from multilora_store.errors import RankFailedError, StoreNotFoundError, UsageErr
 from multilora_store.storage import Snapshot, SnapshotDraft, SnapshotMember, StagedPut, Store, Version
 
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
-
-logger = logging.getLogger(__name__)
 
 FORMAT: Final = 1
 
@@ -73,45 +70,6 @@ class _Job:
     random: list[dict[str, bytes]]
     known: dict[str, dict[str, Version]]
     delivered: list[Any] = field(default_factory=list)
-
-
-class SaveHandle:
-    """A save that goes on in the background; exactly one is in flight, and a program's end waits for it."""
-
-    def __init__(self, work: Callable[[], Snapshot]) -> None:
-        self._snapshot: Snapshot | None = None
-        self._error: BaseException | None = None
-        self._told = False
-
-        def run() -> None:
-            try:
-                self._snapshot = work()
-            except BaseException as error:
-                self._error = error
-                logger.error("a save in the background failed: %s", error)  # result() raises it
-
-        self._thread = threading.Thread(target=run, name="multilora_store save", daemon=False)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Whether it has finished, well or not."""
-        return not self._thread.is_alive()
-
-    def result(self, timeout: float | None = None) -> Snapshot:
-        """The snapshot, once it is committed.
-
-        Raises:
-            TimeoutError: it is not done within `timeout` seconds.
-            Exception: what made the save fail; the former snapshot is still there.
-        """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"the save is still running after {timeout} s")
-        self._told = True
-        if self._error is not None:
-            raise self._error
-        assert self._snapshot is not None
-        return self._snapshot
 
 
 _in_flight: SaveHandle | None = None
@@ -165,7 +123,7 @@ def save(
         DisagreementError, RankFailedError: nothing was committed; the former snapshot stays the latest.
     """
     global _in_flight
-    if _in_flight is not None and not _in_flight._told:
+    if _in_flight is not None and not _in_flight.told:
         _in_flight.result()
     ranks = ranks_of(model)
     job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -27,6 +26,7 @@ from multilora_store.distributed.auditing import audit
 from multilora_store.distributed.guards import guard
 from multilora_store.distributed.internals import require
 from multilora_store.distributed.layout import describe_set, layouts
+from multilora_store.distributed.options import Options
 from multilora_store.distributed.places import Place, places
 from multilora_store.distributed.sharded import Wrapping, backend_of, remember
 from multilora_store.distributed.units import (
@@ -38,48 +38,11 @@ from multilora_store.distributed.units import (
     plan_units,
     refuse_attention,
 )
-from multilora_store.errors import ShardedModelError, UnsupportedError, UsageError, choices
+from multilora_store.errors import ShardedModelError, UnsupportedError, UsageError
 
-__all__ = ["BACKENDS", "GRANULARITIES", "Options", "make_mesh", "shard", "wrap_units"]
+__all__ = ["make_mesh", "shard", "wrap_units"]
 
 logger = logging.getLogger(__name__)
-
-BACKENDS: Final = ("fsdp2", "fsdp1")
-GRANULARITIES: Final = ("adapter", "layer", "auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the wrap is done with, beside the mesh.
-
-    Args:
-        backend: `fsdp2` or `fsdp1`.
-        granularity: `adapter`, `layer`, or `auto`.
-        blocks: Class names of the repeated blocks, None to find them.
-        mp_policy: Mixed precision of the base; adapters keep their own dtype.
-        reshard_after_forward: As in `fully_shard`; None is True for all but the root.
-        offload_policy: As in `fully_shard`.
-    """
-
-    backend: str = "fsdp2"
-    granularity: str = "adapter"
-    blocks: tuple[str, ...] | None = None
-    mp_policy: MixedPrecisionPolicy | None = None
-    reshard_after_forward: bool | int | None = None
-    offload_policy: OffloadPolicy | None = None
-
-    def __post_init__(self) -> None:
-        for noun, given, valid in (
-            ("backend", self.backend, BACKENDS),
-            ("granularity", self.granularity, GRANULARITIES),
-        ):
-            if given not in valid:
-                raise UsageError(f"{noun} {given!r} is not known", remedy=choices(str(given), valid, noun=noun))
-        if isinstance(self.offload_policy, CPUOffloadPolicy) and not torch.accelerator.is_available():
-            raise UnsupportedError(
-                "CPU offload needs an accelerator, this torch sees none",
-                remedy="leave offload_policy out: the shards are in host memory anyway",
-            )
 
 
 def shard(
@@ -120,20 +83,16 @@ def shard(
             "shard() needs ranks: torch.distributed is not initialised",
             remedy="start with torchrun and call torch.distributed.init_process_group() first",
         )
+    given = {
+        "backend": backend,
+        "granularity": granularity,
+        "blocks": None if blocks is None else tuple(blocks),
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "offload_policy": offload_policy,
+    }
     options = world().together(
-        "shard",
-        lambda: _check(
-            model,
-            Options(
-                backend=backend,
-                granularity=granularity,
-                blocks=None if blocks is None else tuple(blocks),
-                mp_policy=mp_policy,
-                reshard_after_forward=reshard_after_forward,
-                offload_policy=offload_policy,
-            ),
-        ),
-        facts=lambda checked: _facts(model, mesh, checked),
+        "shard", lambda: _check(model, given), facts=lambda checked: _facts(model, mesh, checked)
     )
     made = make_mesh(model, mesh)
     ranks = ranks_of_mesh(made)
@@ -175,7 +134,8 @@ def _device_type(model: nn.Module) -> str:
     return accelerator.type
 
 
-def _check(model: nn.Module, options: Options) -> Options:
+def _check(model: nn.Module, given: Mapping[str, Any]) -> Options:
+    options = Options(**given)
     peft_model(model)
     if backend_of(model) != "plain":
         raise ShardedModelError(
@@ -292,7 +252,7 @@ def _wrap(
         options=arguments,
     )
     if options.backend == "fsdp1":
-        fsdp1.wrap(model, mesh, plan, blocks, options.mp_policy)
+        fsdp1.wrap(model, mesh, plan, blocks, options.mp_policy, keep=options.reshard_after_forward is False)
     else:
         _wrap_fsdp2(model, wrapping, options.mp_policy or MixedPrecisionPolicy())
     remember(model, wrapping)

@@ -31,12 +31,54 @@ def unsharded(world: int, active: dict[str, float], trainable: list[str], late: 
     return toys.gradients(model)
 
 
+def cycle(model: Any, times: int = 6) -> list[tuple[int, int]]:
+    """(tensors alive, characters in unit names) after the second and after the last cycle."""
+    import torch.distributed as dist
+
+    from multilora_store.distributed import attach, detach
+    from multilora_store.distributed.internals import unit_names
+
+    sizes = []
+    for turn in range(times):
+        attach(model, "late", config=LATE, weight=1.0)
+        with torch.no_grad():
+            model(toys.tokens(dist.get_rank()))
+        detach(model, "late")
+        gc.collect()
+        if turn in (1, times - 1):
+            sizes.append((sum(1 for one in gc.get_objects() if isinstance(one, torch.Tensor)), unit_names(model)))
+    return sizes
+
+
+def refusals(model: Any, store: Any) -> dict[str, tuple[str, str]]:
+    import torch.distributed as dist
+
+    from multilora_store.distributed import attach, detach
+
+    rank = dist.get_rank()
+    found = {}
+    for label, call in {
+        "taken": lambda: attach(model, "a", config=LATE),
+        "both": lambda: attach(model, "z"),
+        "no store": lambda: attach(model, "z", source="late"),
+        "not there": lambda: attach(model, "z", source="zz", store=store),
+        "misfit": lambda: attach(model, "z", source="misfit", store=store),
+        "embedding": lambda: attach(model, "z", config={**LATE, "target_modules": ["embed"]}),
+        "differs": lambda: attach(model, f"z{rank}", config=LATE),
+        "unknown": lambda: detach(model, "z"),
+    }.items():
+        try:
+            call()
+        except MultiLoRAError as error:
+            found[label] = (type(error).__name__, str(error))
+    return found
+
+
 def attach_and_detach(granularity: str, root: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from multilora_store.assembly.bridge import adapter_parameters, trainable_adapters
     from multilora_store.distributed import activate, attach, audit, detach, save, shard
-    from multilora_store.distributed.internals import unit_names
     from multilora_store.storage import open_store
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -46,6 +88,7 @@ def attach_and_detach(granularity: str, root: str) -> dict[str, Any]:
     store = open_store(root)
     if rank == 0:
         store.put("late", late, LATE)
+        store.put("misfit", late, {**LATE, "r": 3})
     dist.barrier()
     model = shard(toys.build(active=["a"], trainable=["a"]), granularity=granularity)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -72,29 +115,8 @@ def attach_and_detach(granularity: str, root: str) -> dict[str, Any]:
     gc.collect()
     found["alive"] = sum(ref() is not None for ref in watched)
     model.zero_grad()
-    sizes = []
-    for cycle in range(6):
-        attach(model, "late", config=LATE, weight=1.0)
-        with torch.no_grad():
-            model(toys.tokens(rank))
-        detach(model, "late")
-        gc.collect()
-        tensors = sum(1 for one in gc.get_objects() if isinstance(one, torch.Tensor)) if cycle in (1, 5) else 0
-        sizes.append((tensors, unit_names(model)))
-    found["flat"] = [sizes[1], sizes[5]]
-    for label, call in {
-        "taken": lambda: attach(model, "a", config=LATE),
-        "both": lambda: attach(model, "z"),
-        "no store": lambda: attach(model, "z", source="late"),
-        "not there": lambda: attach(model, "z", source="zz", store=store),
-        "embedding": lambda: attach(model, "z", config={**LATE, "target_modules": ["embed"]}),
-        "differs": lambda: attach(model, f"z{rank}", config=LATE),
-        "unknown": lambda: detach(model, "z"),
-    }.items():
-        try:
-            call()
-        except MultiLoRAError as error:
-            found[label] = (type(error).__name__, str(error))
+    found["flat"] = cycle(model)
+    found |= refusals(model, store)
     found["still"] = [str(f) for f in audit(model).findings if f.fault]
     return found
 
@@ -114,6 +136,8 @@ def test_attach_and_detach_on_a_live_sharded_model(granularity: str, tmp_path: P
         assert each["flat"][0] == each["flat"][1]
         assert each["taken"][0] == each["both"][0] == each["no store"][0] == each["unknown"][0] == "UsageError"
         assert each["not there"][0] in ("NotInStoreError", "RankFailedError")
+        assert each["misfit"][0] in ("CoverageError", "RankFailedError")
+        assert "tensors differ" in each["misfit"][1]
         assert each["embedding"][0] == "UnsupportedError"
         assert each["differs"][0] == "DisagreementError"
         assert each["still"] == []

@@ -1,0 +1,78 @@
+"""Adapters trained on a real language model: plain PEFT's losses, sharded, and after save and restore."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import results
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from realmodel import ADAPTERS, EXPECTED_LOSSES, TEXTS, _recipe, real_base_folder
+
+__all__ = ["real_base_folder"]
+
+
+def sharded_losses(folder: str, shared: str, store_url: str, saved_url: str, backend: str, mode: str) -> dict[Any, Any]:
+    """Losses by active adapters on every text; `mode` is `save` after loading, or `restore` into fresh adapters."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from multilora_store.assembly import assemble
+    from multilora_store.distributed import activate, restore, save, shard
+    from multilora_store.storage import open_store
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    store = open_store(store_url)
+    if mode == "restore":
+        configs = {name: dict(store.get(name).config.raw) for name in ADAPTERS}
+        specs = {name: {"if_missing": "init", "source": f"new-{name}", "config": c} for name, c in configs.items()}
+        model: Any = assemble(base, specs, store=store)
+    else:
+        model = assemble(base, {name: name for name in ADAPTERS}, store=store)
+    if backend != "plain":
+        model = shard(model, backend=backend, reshard_after_forward=False)
+    if mode == "restore":
+        restore(model, open_store(saved_url))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    measure = _recipe(Path(shared), "losses").heldout_loss
+    found = {}
+    for active in EXPECTED_LOSSES:
+        activate(model, dict.fromkeys(active, 1.0))
+        texts = TEXTS if mode == "save" else [name for name in TEXTS if name in active or not active]
+        found[active] = {text: measure(model, tokenizer, text) for text in texts}
+    if mode == "save":
+        save(model, open_store(saved_url), step=1)
+    return found
+
+
+def check(found: list[dict[Any, Any]]) -> None:
+    for each in found:
+        for active, losses in each.items():
+            for text, loss in losses.items():
+                assert loss == pytest.approx(EXPECTED_LOSSES[active][TEXTS.index(text)], abs=1e-3), (active, text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
+def test_sharded_losses_equal_those_of_plain_peft(
+    backend: str, shared: Path, real_base_folder: Path, tmp_path: Path
+) -> None:
+    """2 ranks load and save, 4 ranks and 1 process restore: to 1e-3 nats the losses that plain PEFT gives."""
+    from multilora_store.storage import import_peft, open_store
+
+    store = open_store(tmp_path / "store")
+    for name in ADAPTERS:
+        import_peft(store, shared / "data" / "adapters" / name, name=name)
+    places = (str(real_base_folder), str(shared), str(tmp_path / "store"), str(tmp_path / "saved"))
+    check(results(sharded_losses, 2, *places, backend, "save", timeout=700))
+    saved = open_store(tmp_path / "saved")
+    for name in ADAPTERS:
+        assert saved.resolve(name).digest == store.resolve(name).digest, "the same content, the same version"
+    check(results(sharded_losses, 4, *places, backend, "restore", timeout=700))
+    if backend == "fsdp2":
+        check(results(sharded_losses, 1, *places, "plain", "restore", timeout=700))
