@@ -165,8 +165,9 @@ class _Lines(logging.Handler):
 @contextmanager
 def _log_as_lines(terminal: Terminal, *, verbose: bool) -> Iterator[None]:
     """The library's log on stderr: warnings, and with `verbose` everything from INFO on."""
-    logger = logging.getLogger("multilora_store")
+    logger, root = logging.getLogger("multilora_store"), logging.getLogger()
     handler, level = _Lines(terminal), logger.level
+    others, root_level = root.handlers[:], root.level  # `--info` makes Hydra add a handler on today's stdout
     logger.addHandler(handler)
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
     try:
@@ -174,3 +175,5 @@ def _log_as_lines(terminal: Terminal, *, verbose: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        root.handlers[:] = others
+        root.setLevel(root_level)

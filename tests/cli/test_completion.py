@@ -24,7 +24,7 @@ def complete(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[
 
 def test_verbs(complete: Callable[[str], list[str]]) -> None:
     assert complete("ass") == ["assemble"]
-    assert complete("s") == ["show", "snapshots"]
+    assert complete("s") == ["show", "snapshots", "sync"]
     assert "list" in complete("")
 
 
