@@ -84,7 +84,9 @@ def server() -> Server:
     return Server()
 
 
-def launch(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Outcome]:
+def launch(
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 170.0, **kwargs: Any
+) -> list[Outcome]:
     """Calls `function(*args, **kwargs)` on each of `world` ranks; a rank past `timeout` seconds is killed."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         call = Path(folder, "call.pkl")
@@ -101,7 +103,7 @@ def launch(function: Callable[..., Any], world: int, *args: Any, timeout: float 
         return [_outcome(Path(folder), rank) for rank in range(world)]
 
 
-def results(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+def results(function: Callable[..., Any], world: int, *args: Any, timeout: float = 170.0, **kwargs: Any) -> list[Any]:
     """Like `launch`, for ranks that must all succeed: their return values."""
     outcomes = launch(function, world, *args, timeout=timeout, **kwargs)
     broken = [outcome for outcome in outcomes if outcome.error is not None or outcome.exit_code != 0]

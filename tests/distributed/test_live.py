@@ -121,7 +121,7 @@ def attach_and_detach(granularity: str, root: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("granularity", ["adapter", "layer"])
+@pytest.mark.parametrize("granularity", ["adapter", pytest.param("layer", marks=pytest.mark.slow)])
 def test_attach_and_detach_on_a_live_sharded_model(granularity: str, tmp_path: Path) -> None:
     """Cases 12, 23, 52: no re-wrap, nothing leaks, nothing of another adapter changes."""
     for each in results(attach_and_detach, 2, granularity, str(tmp_path)):

@@ -40,10 +40,9 @@ def sharded_losses(folder: str, shared: str, store_url: str, saved_url: str, bac
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     measure = _recipe(Path(shared), "losses").heldout_loss
     found = {}
-    for active in EXPECTED_LOSSES:
+    for active in EXPECTED_LOSSES if mode == "save" else [(name,) for name in ADAPTERS]:
         activate(model, dict.fromkeys(active, 1.0))
-        texts = TEXTS if mode == "save" else [name for name in TEXTS if name in active or not active]
-        found[active] = {text: measure(model, tokenizer, text) for text in texts}
+        found[active] = {text: measure(model, tokenizer, text) for text in active or ("safety",)}
     if mode == "save":
         save(model, open_store(saved_url), step=1)
     return found
@@ -57,7 +56,7 @@ def check(found: list[dict[Any, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(5000)
 @pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
 def test_sharded_losses_equal_those_of_plain_peft(
     backend: str, shared: Path, real_base_folder: Path, tmp_path: Path
@@ -69,10 +68,10 @@ def test_sharded_losses_equal_those_of_plain_peft(
     for name in ADAPTERS:
         import_peft(store, shared / "data" / "adapters" / name, name=name)
     places = (str(real_base_folder), str(shared), str(tmp_path / "store"), str(tmp_path / "saved"))
-    check(results(sharded_losses, 2, *places, backend, "save", timeout=700))
+    check(results(sharded_losses, 2, *places, backend, "save", timeout=1500))
     saved = open_store(tmp_path / "saved")
     for name in ADAPTERS:
         assert saved.resolve(name).digest == store.resolve(name).digest, "the same content, the same version"
-    check(results(sharded_losses, 4, *places, backend, "restore", timeout=700))
+    check(results(sharded_losses, 4, *places, backend, "restore", timeout=1500))
     if backend == "fsdp2":
-        check(results(sharded_losses, 1, *places, "plain", "restore", timeout=700))
+        check(results(sharded_losses, 1, *places, "plain", "restore", timeout=1500))

@@ -95,10 +95,10 @@ def training() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_equal_the_reference_however_one_trains(world: int) -> None:
     """Cases 19, 21, 25, 74, 75: switching within accumulation, after evaluation, checkpointed, in mixed precision."""
-    for each in results(training, world, timeout=120):
+    for each in results(training, world, timeout=240):
         for label, distance in each.items():
             # bf16 on its way through the base rounds; with one policy for all, adapters round as well
             limit = 2e-2 if label == "bf16 base, layer" else 4e-3 if "bf16" in label else 1e-5
@@ -128,7 +128,7 @@ def experts() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_experts_that_each_rank_routes_to_differently(world: int) -> None:
     """Case 64: adapters on experts are in the block's unit, so every rank runs the same units."""
     for each in results(experts, world):

@@ -72,7 +72,7 @@ def count_bytes(granularity: str, count: int, root: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_inactive_adapter_does_not_travel_and_the_plan_says_the_bytes(world: int, tmp_path: Path) -> None:
     from multilora_store.distributed import plan
 

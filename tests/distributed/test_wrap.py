@@ -93,7 +93,7 @@ def train_variants(backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("backend", "world"), [("fsdp2", 4), ("fsdp2-layer", 2), ("fsdp1", 2)])
 def test_forward_and_gradients_equal_the_unsharded_model(backend: str, world: int) -> None:
     """Cases 2, 3, 10, 33, 68, 74, 84: every kind of adapter, after an evaluation forward, on every rank."""
-    for found in results(train_variants, world, backend, timeout=90):
+    for found in results(train_variants, world, backend, timeout=200):
         for label, got in found.items():
             assert got["forward"] < 1e-5, (label, got)
             assert got["gradients"] < 1e-5, (label, got)
@@ -163,7 +163,7 @@ def refusals() -> dict[str, Any]:
 
 def test_what_cannot_work_is_refused_in_words_and_disagreements_reach_every_rank() -> None:
     """Cases 12, 15, 16, 20, 79, 86: refusals before the wrap, eight disagreements, guards after it."""
-    found = results(refusals, 2, timeout=90)
+    found = results(refusals, 2, timeout=200)
     usage = {
         "backend": "valid: fsdp1, fsdp2",
         "granularity": "did you mean adapter",
