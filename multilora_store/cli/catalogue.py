@@ -116,8 +116,8 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
     ),
     Command(
         name="delete",
-        summary="delete an adapter, one version, or a snapshot",
-        examples=("delete a@v0123456789abcdef", "delete snapshot=20261130T120000Z"),
+        summary="delete one version, an adapter with all its versions, or a snapshot",
+        examples=("delete a@v0123456789abcdef", "delete a all=true", "delete snapshot=20261130T120000Z"),
         words=("ref",),
     ),
     Command(

@@ -189,7 +189,8 @@ class TagOptions(Common):
 class DeleteOptions(Common):
     """Options of `delete`."""
 
-    ref: str | None = option(None, "an adapter with all its versions, or one name@version")
+    ref: str | None = option(None, "one version: name@version, name@tag, or the newest of a bare name")
+    all: bool = option(False, "every version of the adapter that a bare name names")
     snapshot: str | None = option(None, "a snapshot instead")
 
 

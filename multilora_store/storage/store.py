@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -282,22 +282,38 @@ class Store:
 
         def decide(state: State) -> list[Change]:
             self._still_live(state, version)
-            tags = {tag for tag, identity in state.adapters[version.name].tags.items() if identity == version.id}
-            holders = sorted(f"tag {tag}" for tag in tags - given)
-            holders += [f"snapshot {s.id}" for s in state.snapshots.values() if s.names(version)]
-            if holders:
-                raise ProtectedError(
-                    f"{version} is named by {', '.join(holders[:5])}",
-                    why=f"and by {len(holders) - 5} more" if len(holders) > 5 else "",
-                    remedy="untag it and drop those snapshots first",
-                    version=version.id,
-                    holders=holders,
-                )
-            untags: list[Change] = [Untag(name=version.name, tag=tag) for tag in sorted(tags)]
+            _refuse_held(str(version), _holders(state, version, given), version=version.id)
+            tags = state.adapters[version.name].tags
+            untags: list[Change] = [
+                Untag(name=version.name, tag=tag) for tag in sorted(tags) if tags[tag] == version.id
+            ]
             return [*untags, Delete(name=version.name, id=version.id)]
 
         self._existing().commit(decide)
         return version
+
+    def delete_all(self, name: str) -> list[Version]:
+        """Deletes every version of `name` in one entry; their files stay until a gc.
+
+        Returns:
+            The versions that were live, oldest put first.
+
+        Raises:
+            NotInStoreError: there is no such adapter.
+            ProtectedError: a tag or a snapshot names one of them; all of them stay.
+        """
+        gone = self.versions(name)
+
+        def decide(state: State) -> list[Change]:
+            gone[:] = state.versions(name)  # what came meanwhile goes too
+            if not gone:
+                raise ConflictError(f"{name} was deleted while this was decided", name=name)
+            holders = [f"{holder} ({each.id})" for each in gone for holder in _holders(state, each)]
+            _refuse_held(f"{name} with its {len(gone)} versions", holders, name=name)
+            return [Delete(name=name, id=each.id) for each in gone]
+
+        self._existing().commit(decide)
+        return gone
 
     def drop_snapshot(self, snapshot_id: str) -> Snapshot:
         """Drops a snapshot; versions that only it protected may then be deleted."""
@@ -428,3 +444,21 @@ class Store:
             raise ConflictError(
                 f"{version} was deleted while this was decided", remedy="name another version", version=version.id
             )
+
+
+def _holders(state: State, version: Version, given: Collection[str] = ()) -> list[str]:
+    """The tags but for `given`, and the snapshots, that name a version."""
+    tags = state.adapters[version.name].tags
+    holders = sorted(f"tag {tag}" for tag, identity in tags.items() if identity == version.id and tag not in given)
+    return holders + [f"snapshot {snapshot.id}" for snapshot in state.snapshots.values() if snapshot.names(version)]
+
+
+def _refuse_held(what: str, holders: Sequence[str], **facts: str) -> None:
+    if holders:
+        raise ProtectedError(
+            f"{what} is named by {', '.join(holders[:5])}",
+            why=f"and by {len(holders) - 5} more" if len(holders) > 5 else "",
+            remedy="untag it and drop those snapshots first",
+            holders=list(holders),
+            **facts,
+        )

@@ -67,6 +67,19 @@ def test_delete(run: Run, store: str) -> None:
     assert run(f"delete nope store={store}").code == 1
 
 
+def test_delete_takes_one_version_or_all(run: Run, store: str) -> None:
+    assert "a keeps 1 other version" in run(f"delete a store={store}").out
+    assert run(f"delete a all=true store={store}").code == 1  # the tag `best` names the other
+    assert run(f"tag a best remove=true store={store}").code == 0
+    run(f"import {run(f'path b store={store}').out.strip()} a store={store}")
+    entries = len(run(f"log limit=0 store={store} output=json").document["entries"])
+    assert len(run(f"delete a all=true store={store} output=json").document["deleted"]["versions"]) == 2
+    assert len(run(f"log limit=0 store={store} output=json").document["entries"]) == entries + 1
+    assert run(f"show a store={store}").code == 1
+    assert run(f"delete b@latest all=true store={store}").code == 2
+    assert run(f"delete snapshot=x all=true store={store}").code == 2
+
+
 def test_path_prints_the_folder_alone(run: Run, store: str) -> None:
     result = run(f"path a@best store={store}")
     folder = Path(result.out.strip())

@@ -251,6 +251,47 @@ def test_tags_and_snapshots_protect(local: Store) -> None:
     assert local.names() == []
 
 
+def test_all_versions_go_in_one_entry(local: Store) -> None:
+    made = [local.put("a", tensors(n), CONFIG) for n in range(3)]
+    other = local.put("b", tensors(9), CONFIG)
+    before = len(local.log())
+    assert local.delete_all("a") == made
+    assert local.names() == ["b"]
+    assert len(local.log()) == before + 1
+    assert local.resolve("b") == other
+    for version in made:
+        with pytest.raises(NotInStoreError, match="was deleted"):
+            local.resolve(f"a@{version.id}")
+    with pytest.raises(NotInStoreError, match="no adapter 'a'"):
+        local.delete_all("a")
+
+
+def test_one_held_version_keeps_all(local: Store) -> None:
+    made = [local.put("a", tensors(n), CONFIG) for n in range(3)]
+    local.tag(f"a@{made[1].id}", "best")
+    local.commit([], snapshot=SnapshotDraft(id="s1", step=1, adapters={"a": SnapshotMember(version=made[0].id)}))
+    with pytest.raises(ProtectedError, match="tag best") as refused:
+        local.delete_all("a")
+    assert refused.value.facts["holders"] == [f"snapshot s1 ({made[0].id})", f"tag best ({made[1].id})"]
+    local.untag("a", "best")
+    with pytest.raises(ProtectedError, match="snapshot s1"):
+        local.delete_all("a")
+    assert local.versions("a") == made
+
+
+def test_a_version_that_came_meanwhile_goes_too(local: Store) -> None:
+    made = [local.put("a", tensors(n), CONFIG) for n in range(2)]
+    other, commit = again(local), local.journal.commit
+
+    def late(decision: Any) -> Any:
+        made.append(other.put("a", tensors(7), CONFIG))
+        return commit(decision)
+
+    local.journal.commit = late  # type: ignore[method-assign]
+    assert local.delete_all("a") == made
+    assert again(local).names() == []
+
+
 def test_a_tag_set_meanwhile_protects(local: Store) -> None:
     version = local.put("a", tensors(0), CONFIG)
     other = again(local)

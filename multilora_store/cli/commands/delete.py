@@ -1,7 +1,8 @@
-"""`delete`: an adapter, a version or a snapshot."""
+"""`delete`: a version, an adapter with all its versions, or a snapshot."""
 
 from __future__ import annotations
 
+from multilora_store.adapter import Ref
 from multilora_store.cli.outcome import Outcome
 from multilora_store.cli.schema import DeleteOptions
 from multilora_store.cli.stores import opened_store
@@ -15,24 +16,32 @@ def run(options: DeleteOptions, terminal: Terminal) -> Outcome:
     """Delete what was named, and nothing that a tag or a snapshot still names."""
     if (options.ref is None) == (options.snapshot is None):
         raise UsageError(
-            "delete needs one thing to delete", remedy="delete NAME, delete NAME@VERSION, or delete snapshot=ID"
+            "delete needs one thing to delete",
+            remedy="delete NAME@VERSION, delete NAME all=true, or delete snapshot=ID",
         )
+    if options.all:
+        _check_whole(options.ref)
     store = opened_store(options, terminal)
     if options.snapshot is not None:
         snapshot = store.snapshot(options.snapshot)
         store.drop_snapshot(snapshot.id)
-        document = {"store": store.url, "deleted": {"snapshot": snapshot.id}}
-        return Outcome(document=document, view=[f"snapshot {snapshot.id} is dropped"])
+        dropped = {"store": store.url, "deleted": {"snapshot": snapshot.id}}
+        return Outcome(document=dropped, view=[f"snapshot {snapshot.id} is dropped"])
     assert options.ref is not None, "one of the two is given"
-    before = store.state()
-    store.delete(options.ref)
-    after = store.state()
-    gone = [
-        f"{version.name}@{version.id}"
-        for version in before.live()
-        if version.id not in {item.id for item in after.versions(version.name)}
-    ]
-    return Outcome(
-        document={"store": store.url, "deleted": {"versions": gone}},
-        view=[f"{name} is deleted; gc frees its bytes" for name in gone],
-    )
+    gone = store.delete_all(options.ref) if options.all else [store.delete(options.ref)]
+    left = len(store.state().versions(gone[0].name))
+    view = [f"{version} is deleted; gc frees its bytes" for version in gone]
+    if left:
+        view.append(f"{gone[0].name} keeps {left} other version" + ("s" if left > 1 else ""))
+    document = {"store": store.url, "deleted": {"versions": [str(version) for version in gone]}}
+    return Outcome(document=document, view=view)
+
+
+def _check_whole(ref: str | None) -> None:
+    if ref is None:
+        raise UsageError("all=true goes with an adapter", remedy="delete NAME all=true")
+    if "@" in ref:
+        raise UsageError(
+            f"all=true deletes every version of an adapter, and {ref} names one",
+            remedy=f"delete {ref}, or delete {Ref.parse(ref).name} all=true",
+        )
