@@ -52,6 +52,7 @@ def _keep_saving(root: Path, first: int, told: Any) -> None:
         told.send(step)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_killed_writer_loses_no_save_and_tears_none(tmp_path: Path, kills: int) -> None:
     """Case 47: kill -9 at random moments of a save; what was told as saved is there, whole, and no set is mixed."""
@@ -213,6 +214,7 @@ def _compare(store: Store, model: Model, ids: dict[int, str]) -> None:
     assert found == {i: {n: ids[seed] for n, seed in members.items()} for i, members in model.snapshots.items()}
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedules", [12, pytest.param(500, marks=pytest.mark.slow)])
 def test_random_histories_equal_a_model(memory_url: str, tmp_path: Path, schedules: int) -> None:
     """Writers take turns at random, each with its own stale view; the store equals a dictionary all the while."""
@@ -257,6 +259,7 @@ class Unreliable(FaultyBlobs):
         return self.generator.random() < self.chance
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("schedules", [30, pytest.param(3000, marks=pytest.mark.slow)])
 def test_unreliable_storage_loses_nothing_reported(
     memory_url: str, schedules: int, monkeypatch: pytest.MonkeyPatch
