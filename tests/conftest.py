@@ -19,3 +19,10 @@ def shared() -> Path:
     if not (SHARED / "data").is_dir():
         pytest.skip(f"the real adapters are not here: {SHARED}/data")
     return SHARED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long is slow too, so that `not slow` leaves both out."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)

@@ -53,7 +53,7 @@ def _keep_saving(root: Path, first: int, told: Any) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [40, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_killed_writer_loses_no_save_and_tears_none(tmp_path: Path, kills: int) -> None:
     """Case 47: kill -9 at random moments of a save; what was told as saved is there, whole, and no set is mixed."""
     context = multiprocessing.get_context("fork")
@@ -215,7 +215,7 @@ def _compare(store: Store, model: Model, ids: dict[int, str]) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("schedules", [12, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [12, pytest.param(500, marks=pytest.mark.long)])
 def test_random_histories_equal_a_model(memory_url: str, tmp_path: Path, schedules: int) -> None:
     """Writers take turns at random, each with its own stale view; the store equals a dictionary all the while."""
     for seed in range(schedules):
@@ -260,7 +260,7 @@ class Unreliable(FaultyBlobs):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("schedules", [30, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [30, pytest.param(3000, marks=pytest.mark.long)])
 def test_unreliable_storage_loses_nothing_reported(
     memory_url: str, schedules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
