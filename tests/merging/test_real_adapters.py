@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from multilora_store.merging import MergeSource, export_merged, merge
@@ -41,9 +42,9 @@ def test_an_exact_merge_equals_both_adapters_active_with_the_same_weights(
     model.load_adapter(folders["safety"], adapter_name="safety")
     model.base_model.set_adapter(list(WEIGHTS))
     for module in model.modules():
-        for name, weight in WEIGHTS.items():
-            if name in getattr(module, "scaling", {}):
-                module.scaling[name] *= weight
+        if isinstance(module, LoraLayer):
+            for name, weight in WEIGHTS.items():
+                module.set_scale(name, weight)
     expected = heldout_losses(model)
     base = model.unload()
     for strategy, rank in (("linear", None), ("svd", 12)):
