@@ -326,7 +326,7 @@ def test_a_shape_tells_what_does_not_fit() -> None:
 
 
 def scenario(folder: Path) -> None:
-    """A store `s` with versions, tags and a snapshot, the demo's adapters as PEFT folders under `peft`."""
+    """A store `s` with versions, tags and a snapshot, the demo's adapters under `peft`, its base under `base`."""
     lines = (
         "assemble '+adapters=[a,b]' export=./peft",
         "import ./peft store.url=s tags=[best]",
@@ -334,6 +334,14 @@ def scenario(folder: Path) -> None:
     )
     for line in lines:
         assert main(shlex.split(line)) == 0, line
+    from safetensors.torch import save_file
+
+    from multilora_store.assembly.bases import demo_base
+
+    base = folder / "base"
+    base.mkdir()
+    save_file(demo_base().state_dict(), base / "model.safetensors")
+    (base / "config.json").write_text("{}", encoding="utf-8")
 
 
 def test_the_page_of_benchmarks_shows_words_and_results(tmp_path: Path) -> None:
@@ -384,11 +392,15 @@ def _of(line: str, heading: str) -> bool:
 
 LINES = (
     "assemble '+adapters=[a,b]' store.url=s base=demo export=./out/a save.step=2 lock=set.lock.json",
+    "assemble '+adapters=[a,b]' store.url=s base=demo merge=linear merge.into=ab",
     "assemble '+adapters=[a,b]' store.url=s dry_run=true",
+    "plan '+adapters=[a,b]' store.url=s base=demo world_size=4",
     "import ./peft/a store.url=s name=c",
     "export a@best ./out/b store.url=s",
+    "export a ./out/merged store.url=s kind=merged base=hf base.path=base",
     "path a store.url=s",
     "list store.url=s",
+    "report store.url=s",
     "show a store.url=s tensors=true",
     "show plugins",
     "log store.url=s",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from multilora_store.cli.outcome import Table, bytes_in_words, count_in_words, short
+from multilora_store.cli.outcome import Table, bytes_in_words, count_in_words, counted, short
 from multilora_store.manifest import Lock
 
 if TYPE_CHECKING:
@@ -138,8 +138,7 @@ def set_view(rows: list[AdapterRow]) -> list[Table | str]:
     )
     sources = [f"{row.name} <- {row.source}" + (f" in {row.store}" if row.store else "") for row in rows]
     total = sum(row.bytes for row in rows)
-    count = f"{len(rows)} adapter" + ("s" if len(rows) != 1 else "")
-    return [table, *sources, f"{count}, {bytes_in_words(total)}"]
+    return [table, *sources, f"{counted(len(rows), 'adapter')}, {bytes_in_words(total)}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Column", "Outcome", "Table", "bytes_in_words", "count_in_words", "short"]
+__all__ = ["Column", "Outcome", "Table", "bytes_in_words", "count_in_words", "counted", "short"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ def count_in_words(count: int) -> str:
             return f"{size:.0f}" if unit == "" else f"{size:.1f}{unit}"
         size /= 1000
     raise AssertionError("the last unit takes all")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: `1 version`, `3 versions`, `2 entries`."""
+    many = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count} {noun if count == 1 else many}"
 
 
 def short(version: str | None) -> str:

@@ -7,106 +7,33 @@ Hydra composes into these; `--help` and the documentation are written from them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-__all__ = ["SCHEMAS", "AdapterEntry", "Common", "Output"]
+from multilora_store.cli.settings import (
+    AdapterEntry,
+    Common,
+    ManifestOptions,
+    MergeChoice,
+    Output,
+    SaveOptions,
+    SetOptions,
+    ShardOptions,
+    option,
+)
 
-
-def option(default: Any, doc: str) -> Any:
-    """A field with a line of documentation; a list or mapping as default is copied for each instance."""
-    if isinstance(default, (list, dict)) or (isinstance(default, type) and default is not type):
-        factory = default if isinstance(default, type) else default.copy
-        return field(default_factory=factory, metadata={"doc": doc})
-    return field(default=default, metadata={"doc": doc})
-
-
-class Output(Enum):
-    """How results are printed."""
-
-    table = "table"
-    json = "json"
-
-
-@dataclass
-class StoreOptions:
-    """Which store."""
-
-    url: str | None = option("${oc.env:MULTILORA_STORE,null}", "the store's root: a folder or any fsspec URL")
-    options: dict[str, Any] = option({}, "what the storage is told, e.g. {endpoint_url: ...}")
-    demo: bool = option(False, "the embedded demo's own store")
-
-
-@dataclass
-class PluginOptions:
-    """Which drop-in plugins."""
-
-    paths: list[str] = option([], "drop-in files and folders; plugins=[...] is short for this")
-    strict: bool = option(False, "a broken plugin is an error, not a warning")
-
-
-@dataclass
-class Common:
-    """What every command takes."""
-
-    store: StoreOptions = option(StoreOptions, "which store")
-    plugins: PluginOptions = option(PluginOptions, "drop-in plugins")
-    output: Output = option(Output.table, "table, or one JSON document")
-    quiet: bool = option(False, "print errors only")
-    verbose: bool = option(False, "print the library's log too")
-
-
-@dataclass
-class AdapterEntry:
-    """One adapter of the manifest."""
-
-    source: str | None = option(None, "a ref, a path that starts with / or ./, or a URL; its own name by default")
-    store: str | None = option(None, "another store's URL for this entry")
-    if_missing: str = option("error", "error, or init: create it from `config`")
-    config: Any = option(None, "fields of a PEFT configuration, for init")
-    active: bool = option(True, "takes part in the forward")
-    trainable: bool = option(False, "receives gradients")
-    weight: float = option(1.0, "its share when it is active")
-    dtype: str | None = option(None, "float32, bfloat16, ...; null: as stored")
-
-
-@dataclass
-class ShardOptions:
-    """How the assembled model is sharded; `shard=fsdp2` and `shard=fsdp1` choose it."""
-
-    backend: str | None = option(None, "fsdp2, fsdp1, or null: not at all")
-    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block; auto")
-
-
-@dataclass
-class SaveOptions:
-    """Whether the assembled set is saved; `save=true` is short for save.enabled=true."""
-
-    enabled: bool = option(False, "save every adapter and a snapshot, in one commit")
-    step: int | None = option(None, "the training step to record")
-
-
-@dataclass
-class ManifestOptions(Common):
-    """What every command takes that works on a set."""
-
-    adapters: dict[str, AdapterEntry] = option({}, "the set, by name; +adapters=[a,b] chooses")
-    snapshot: str | None = option(None, "take the set from a snapshot: latest, or an id")
-    lock_from: str | None = option(None, "take the set from a lock file")
-    base: Any = option(None, "the base model; base=hf, base=demo, base=python choose")
-    assembler: Any = option(None, "another assembler than the default")
-    steps: dict[str, str] = option({}, "steps of the assembly that differ: steps.load=NAME, steps.after_load=NAME")
+__all__ = ["SCHEMAS", "AdapterEntry", "Common", "MergeChoice", "Output"]
 
 
 @dataclass
 class AssembleOptions(ManifestOptions):
     """Options of `assemble`."""
 
+    merge: Any = option(None, "merge the set before the wrap: merge=ties merge.into=ab; the model carries `ab` alone")
     shard: ShardOptions = option(ShardOptions, "how to shard; shard=fsdp2")
     dtype: str | None = option(None, "one dtype for every adapter; null: as stored")
     device: str | None = option(None, "cpu, cuda, cuda:1; meta: structure without bytes; null: cuda under torchrun")
@@ -122,8 +49,8 @@ class AssembleOptions(ManifestOptions):
 class ImportOptions(Common):
     """Options of `import`."""
 
-    source: str = option(MISSING, "a PEFT folder, a folder of several, a checkpoint-N; path or URL")
-    name: str | None = option(None, "the adapter's name; null: the folder's")
+    source: str = option(MISSING, "a PEFT folder, one of several, a checkpoint-N; a path, a URL, kohya://FILE, ...")
+    name: str | None = option(None, "the adapter's name; null: the folder's or file's")
     prefix: str = option("", "put before every name, e.g. team/")
     allow_pickle: bool = option(False, "read .bin files too (weights only)")
     tags: list[str] = option([], "tags to set on what was imported")
@@ -133,10 +60,31 @@ class ImportOptions(Common):
 class ExportOptions(Common):
     """Options of `export`."""
 
-    ref: str = option(MISSING, "an adapter, name@version, name@tag, or a pattern such as 'team/*'")
-    target: str = option(MISSING, "the folder to write; a pattern makes one folder for each name")
+    ref: str | None = option(None, "an adapter, name@version, name@tag, or a pattern such as 'team/*'")
+    target: str = option(MISSING, "the folder or URL to write; a pattern makes one folder for each name")
+    kind: str = option("adapter", "adapter; or merged: base and adapters as one plain Hugging Face folder")
+    adapters: dict[str, AdapterEntry] = option({}, "with kind=merged, several adapters instead of `ref`")
+    base: Any = option(None, "with kind=merged, the base's folder: base=hf base.path=/models/llama")
     exporter: str | None = option(None, "another layout: vllm, kohya, or an exporter plugin")
     params: dict[str, Any] = option({}, "the exporter's own parameters, e.g. params.max_rank=16")
+
+
+@dataclass
+class PlanOptions(SetOptions):
+    """Options of `plan`."""
+
+    world_size: int = option(MISSING, "how many ranks")
+    replicas: int = option(1, "replicas of the shards (HSDP); divides world_size")
+    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block")
+    optimizer: str = option("adamw", "whose state trainable adapters have: adamw, momentum, sgd, none")
+
+
+@dataclass
+class ReportOptions(Common):
+    """Options of `report`."""
+
+    pattern: str = option("*", "which adapters, e.g. 'team/*'")
+    needs: bool = option(True, "read the newest version's header of each, for what a server needs")
 
 
 @dataclass
@@ -222,20 +170,6 @@ class DoctorOptions(ManifestOptions):
 
 
 @dataclass
-class MergeChoice:
-    """The strategy and what all strategies share."""
-
-    strategy: str = option("linear", "by name; merge=ties chooses it with its own parameters")
-    into: str = option(MISSING, "the name of the merged adapter")
-    rank: int | None = option(None, "rank of the result; null: the strategy's own choice")
-    seed: int = option(0, "seed of strategies that draw")
-    modules_to_save: Any = option("refuse", "modules trained in full: refuse, first, mean, an adapter, {module: rule}")
-    dtype: str | None = option(None, "dtype of the result; null: the one they share")
-    if_exists: str = option("error", "error, or version: add a version to `into`")
-    params: Any = option({}, "the strategy's own parameters")
-
-
-@dataclass
 class MergeOptions(Common):
     """Options of `merge`."""
 
@@ -287,10 +221,12 @@ class GcOptions(Common):
 SCHEMAS: Final[Mapping[str, type[Common]]] = MappingProxyType(
     {
         "assemble": AssembleOptions,
+        "plan": PlanOptions,
         "import": ImportOptions,
         "export": ExportOptions,
         "path": PathOptions,
         "list": ListOptions,
+        "report": ReportOptions,
         "show": ShowOptions,
         "log": LogOptions,
         "snapshots": SnapshotsOptions,

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multilora_store.cli.schema import AdapterEntry, ManifestOptions
+from multilora_store.cli.settings import AdapterEntry, SetOptions
 from multilora_store.cli.sources import configured_adapters
 from multilora_store.cli.stores import local_path
 from multilora_store.errors import ManifestError, UsageError
@@ -27,7 +27,7 @@ def declared(adapters: Mapping[str, AdapterEntry]) -> dict[str, dict[str, Any]]:
     }
 
 
-def locked(options: ManifestOptions, store: Store | None) -> Lock:
+def locked(options: SetOptions, store: Store | None) -> Lock:
     """The lock of the one set that was asked for.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multilora_store.adapter import source_kind
-from multilora_store.cli.demo import NOTE, demo_store_folder
+from multilora_store.cli.demo import NOTE, demo_store_folder, seed_store
 from multilora_store.cli.schema import Common
 from multilora_store.cli.terminal import Terminal
 from multilora_store.errors import UsageError
@@ -14,7 +14,7 @@ from multilora_store.errors import UsageError
 if TYPE_CHECKING:
     from multilora_store.storage import Store
 
-__all__ = ["local_path", "opened_store", "store_if_any"]
+__all__ = ["local_path", "opened_store", "store_for_set", "store_if_any"]
 
 
 def opened_store(options: Common, terminal: Terminal) -> Store:
@@ -45,6 +45,14 @@ def store_if_any(options: Common, terminal: Terminal, *, create_demo: bool = Fal
     if not options.store.url:
         return None
     return open_store(local_path(options.store.url), **options.store.options)
+
+
+def store_for_set(options: Common, terminal: Terminal, *, first: bool = True) -> Store | None:
+    """The configured store, or None; the demo's is made and filled by the `first` of the ranks."""
+    store = store_if_any(options, terminal, create_demo=True)
+    if store is not None and options.store.demo and not options.store.url and first:
+        seed_store(store)
+    return store
 
 
 def local_path(text: str) -> str:

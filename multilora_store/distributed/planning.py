@@ -168,7 +168,12 @@ def _model(
         alike[name] = first.setdefault(key, name)
         if alike[name] == name:
             specs[name] = AdapterSpec(name=name, if_missing="init", config=config.raw, dtype=spec.dtype, source=name)
-    return assemble(base, dict(specs), device="meta"), alike
+    model = assemble(base, dict(specs), device="meta")
+    for name, spec in specs.items():
+        if spec.dtype is not None:  # on meta nothing is laid in place, and so nothing takes its dtype
+            for parameter in adapter_parameters(model, name).values():
+                parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+    return model, alike
 
 
 def _entries(adapters: Mapping[str, Any]) -> dict[str, Any]:

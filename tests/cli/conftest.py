@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,17 +80,38 @@ def configs(here: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def store(here: Path) -> str:
+def store(here: Path, made_store: Path) -> str:
     """A store with two versions of `a`, one of `b`, one of `team/zh`, a tag `best` on the first `a`."""
+    return str(shutil.copytree(made_store, here.parent / "store"))
+
+
+@pytest.fixture
+def base_folder(here: Path) -> Path:
+    """The demo's base as a folder of configuration and safetensors."""
+    from safetensors.torch import save_file
+
+    from multilora_store.assembly.bases import demo_base
+
+    folder = here.parent / "base"
+    folder.mkdir()
+    save_file(demo_base().state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["DemoForCausalLM"], "tie_word_embeddings": False, "model_type": "demo"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `store` is a copy of: written once."""
     from multilora_store import open_store
     from multilora_store.assembly.bases import demo_adapters
 
-    url = str(here.parent / "store")
+    folder = tmp_path_factory.mktemp("made") / "store"
     made = demo_adapters()
-    opened = open_store(url)
+    opened = open_store(folder)
     config, tensors = made["a"]
     first = opened.put("a", tensors, config, tags=["best"], step=1)
     opened.put("a", {key: value * 2 for key, value in tensors.items()}, config, step=2, parents=[first])
     opened.put("b", made["b"][1], made["b"][0])
     opened.put("team/zh", made["c"][1], made["c"][0], metadata={"title": "中文"})
-    return url
+    return folder

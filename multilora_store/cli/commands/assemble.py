@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.cli.assembled import AdapterRow, ShardReport, adapter_rows, export_set, set_view, shard_report
-from multilora_store.cli.demo import seed_store
 from multilora_store.cli.documents import snapshot_document
+from multilora_store.cli.merged import MergeStep
 from multilora_store.cli.models import build_base
 from multilora_store.cli.outcome import Outcome, Table
 from multilora_store.cli.ranks import started_ranks, world_size
 from multilora_store.cli.schema import AssembleOptions
 from multilora_store.cli.sets import locked
-from multilora_store.cli.stores import local_path, store_if_any
+from multilora_store.cli.stores import local_path, store_for_set
 from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.errors import UsageError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+_MERGE_AT = "after:read"
+
 
 def run(options: AssembleOptions, terminal: Terminal) -> Outcome:
     """Resolve, assemble, shard, export and save, in this order; each part only if it was asked for."""
@@ -35,7 +37,7 @@ def run(options: AssembleOptions, terminal: Terminal) -> Outcome:
     sharded = options.shard.backend is not None and not options.dry_run
     with started_ranks(sharded=sharded, device=options.device) as (ranks, device):
         ranks.agree("the command line", _facts(options))
-        store = ranks.together("open the store", lambda: _store(options, terminal, first=ranks.first))
+        store = ranks.together("open the store", lambda: store_for_set(options, terminal, first=ranks.first))
         ranks.barrier("the demo's store")
         text = ranks.from_first("resolve the set", lambda: locked(options, store).to_json())
         lock = Lock.from_json(text)
@@ -62,13 +64,6 @@ def _facts(options: AssembleOptions) -> dict[str, Any]:
     """What every rank must have been given alike."""
     whole = asdict(options)
     return {key: value for key, value in whole.items() if key not in {"output", "quiet", "verbose"}}
-
-
-def _store(options: AssembleOptions, terminal: Terminal, *, first: bool) -> Store | None:
-    store = store_if_any(options, terminal, create_demo=True)
-    if store is not None and options.store.demo and not options.store.url and first:
-        seed_store(store)
-    return store
 
 
 def _intentions(lock: Lock, store: Store | None) -> Outcome:
@@ -99,9 +94,11 @@ def _intentions(lock: Lock, store: Store | None) -> Outcome:
 def _assembled(
     options: AssembleOptions, terminal: Terminal, ranks: Ranks, lock: Lock, store: Store | None, device: str
 ) -> Outcome:
+    choice = plain(options.merge)
+    merging = MergeStep(choice=choice) if choice is not None else None
     with terminal.waiting(f"assembling {len(lock)} adapters"):
-        model = ranks.together("assemble", lambda: _model(options, lock, store, device))
-    rows = adapter_rows(model, lock)
+        model = ranks.together("assemble", lambda: _model(options, lock, store, device, merging))
+    rows = [row if merging is None else replace(row, source="merge") for row in adapter_rows(model, lock)]
     exported: dict[str, str] = {}
     if options.export is not None:
         target = local_path(options.export)
@@ -114,10 +111,10 @@ def _assembled(
             model = shard(model, backend=options.shard.backend, granularity=options.shard.granularity)
         report = shard_report(model, ranks)
     snapshot = _saved(options, terminal, model, store)
-    return _outcome(options, rows, report, exported, snapshot, store)
+    return _outcome(options, rows, report, exported, snapshot, store, merging)
 
 
-def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: str) -> Any:
+def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: str, merging: MergeStep | None) -> Any:
     from multilora_store.assembly import assemble
 
     base = build_base(plain(options.base), meta=device == "meta")
@@ -136,9 +133,21 @@ def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: st
         device="meta" if device == "meta" else None,
         seed=options.seed,
         assembler=assembler,
-        steps={_step(key): name for key, name in options.steps.items()},
+        steps=_steps(options, merging),
         allow_base_mismatch=options.allow_base_mismatch,
     )
+
+
+def _steps(options: AssembleOptions, merging: MergeStep | None) -> dict[str, Any]:
+    steps: dict[str, Any] = {_step(key): name for key, name in options.steps.items()}
+    if merging is not None:
+        if _MERGE_AT in steps:
+            raise UsageError(
+                f"merge= works after the step `read`, and steps.after_read={steps[_MERGE_AT]} stands there",
+                remedy="put that step elsewhere, e.g. steps.before_check",
+            )
+        steps[_MERGE_AT] = merging
+    return steps
 
 
 def _step(key: str) -> str:
@@ -164,6 +173,7 @@ def _outcome(
     exported: dict[str, str],
     snapshot: Any,
     store: Store | None,
+    merging: MergeStep | None,
 ) -> Outcome:
     document = {
         "demo": options.store.demo,
@@ -172,10 +182,12 @@ def _outcome(
         "adapters": [row.document() for row in rows],
         "shard": report.document() if report else None,
         "lock": options.lock,
+        "merge": merging.document() if merging is not None else None,
         "exported": exported,
         "snapshot": snapshot_document(snapshot) if snapshot is not None else None,
     }
     view: list[Table | str] = set_view(rows)
+    view += merging.lines() if merging is not None else []
     if report is not None:
         view += report.view()
     view += [f"exported {name}: {place}" for name, place in exported.items()]

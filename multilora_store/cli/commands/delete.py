@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from multilora_store.adapter import Ref
-from multilora_store.cli.outcome import Outcome
+from multilora_store.cli.outcome import Outcome, counted
 from multilora_store.cli.schema import DeleteOptions
 from multilora_store.cli.stores import opened_store
 from multilora_store.cli.terminal import Terminal
@@ -32,7 +32,7 @@ def run(options: DeleteOptions, terminal: Terminal) -> Outcome:
     left = len(store.state().versions(gone[0].name))
     view = [f"{version} is deleted; gc frees its bytes" for version in gone]
     if left:
-        view.append(f"{gone[0].name} keeps {left} other version" + ("s" if left > 1 else ""))
+        view.append(f"{gone[0].name} keeps {counted(left, 'other version')}")
     document = {"store": store.url, "deleted": {"versions": [str(version) for version in gone]}}
     return Outcome(document=document, view=view)
 

@@ -1,4 +1,4 @@
-"""`export`: stored adapters as plain PEFT folders, or in the layout of an exporter plugin."""
+"""`export`: stored adapters as PEFT folders, in another tool's layout, or merged into a base's own folder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multilora_store.adapter import is_pattern
-from multilora_store.cli.outcome import Outcome, Table
+from multilora_store.adapter import Ref, is_pattern, source_kind
+from multilora_store.cli.merged import sources_of
+from multilora_store.cli.outcome import Outcome, Table, bytes_in_words, counted
 from multilora_store.cli.schema import ExportOptions
-from multilora_store.cli.stores import local_path, opened_store
+from multilora_store.cli.sets import declared
+from multilora_store.cli.sources import configured_adapters
+from multilora_store.cli.stores import local_path, opened_store, store_if_any
 from multilora_store.cli.terminal import Terminal
-from multilora_store.errors import NotInStoreError, choices
+from multilora_store.cli.typed import plain
+from multilora_store.errors import NotInStoreError, UsageError, choices
 from multilora_store.plugins import default_registry
 
 if TYPE_CHECKING:
@@ -20,28 +24,42 @@ if TYPE_CHECKING:
 
 __all__ = ["export_one", "run"]
 
+_KINDS = ("adapter", "merged")
+_MERGE_PARAMS = ("modules_to_save", "tied")
+
 
 def run(options: ExportOptions, terminal: Terminal) -> Outcome:
-    """Write one adapter to `target`, or each that a pattern names to `target/<name>`."""
+    """Write one adapter to `target`, or each that a pattern names to `target/<name>`; or base and adapters as one."""
+    if options.kind not in _KINDS:
+        raise UsageError(f"kind={options.kind} is not known", remedy=choices(options.kind, _KINDS, noun="kind"))
+    if options.kind == "merged":
+        return _merged(options, terminal)
+    if options.adapters or options.base is not None:
+        raise UsageError("adapters= and base= go with kind=merged", remedy="export NAME TARGET, or add kind=merged")
+    if options.ref is None:
+        raise UsageError("export needs an adapter", remedy="export NAME TARGET, e.g. export a@best ./out")
+    return _adapters(options, options.ref, terminal)
+
+
+def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcome:
     store = opened_store(options, terminal)
     target = local_path(options.target)
-    if not is_pattern(options.ref):
-        wanted = {options.ref: target}
+    if not is_pattern(wanted):
+        places = {wanted: target}
     else:
-        names = [name for name in store.names() if fnmatchcase(name, options.ref)]
+        names = [name for name in store.names() if fnmatchcase(name, wanted)]
         if not names:
             raise NotInStoreError(
-                f"{store.url}: no adapter matches {options.ref!r}",
-                remedy=choices(options.ref, store.names(), noun="adapter"),
+                f"{store.url}: no adapter matches {wanted!r}", remedy=choices(wanted, store.names(), noun="adapter")
             )
-        wanted = {name: f"{target.rstrip('/')}/{name}" for name in names}
+        places = {name: f"{target.rstrip('/')}/{name}" for name in names}
     written = [
         {
             "ref": ref,
             "version": store.resolve(ref).id,
             "path": export_one(store, ref, place, options.exporter, options.params),
         }
-        for ref, place in terminal.progress(wanted.items(), "exporting", total=len(wanted))
+        for ref, place in terminal.progress(places.items(), "exporting", total=len(places))
     ]
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
     return Outcome(
@@ -63,3 +81,55 @@ def export_one(
 
 def _place(target: str) -> str | Path:
     return target if "://" in target else Path(target)
+
+
+def _merged(options: ExportOptions, terminal: Terminal) -> Outcome:
+    """The base's folder with the deltas added, streamed from file to file."""
+    from multilora_store.assembly.resolve import resolve_manifest
+    from multilora_store.merging import export_merged
+
+    base, target, entries = _merge_wanted(options)
+    store = store_if_any(options, terminal)
+    lock = resolve_manifest(entries, store, known=configured_adapters())
+    sources, weights = sources_of(lock, store)
+    with terminal.waiting(f"merging {counted(len(sources), 'adapter')} into {base}"):
+        report = export_merged(base, sources, weights, target, **options.params)
+    merged = {source.name: weight for source, weight in zip(sources, weights, strict=True)}
+    document = {
+        "store": store.url if store is not None else None,
+        "base": str(base),
+        "path": str(report.target),
+        "weights": merged,
+        "changed": list(report.changed),
+        "untied": report.untied,
+        "bytes": report.nbytes,
+        "record": dict(report.record),
+    }
+    rows = [(source.name, source.version or "-", f"{merged[source.name]:g}") for source in sources]
+    view: list[Table | str] = [Table(columns=("adapter", "version", "weight#"), rows=rows)]
+    view += ["note: embedding and head, one tensor in the base, are written apart"] if report.untied else []
+    changed = f"{counted(len(report.changed), 'tensor')} of the base changed"
+    view.append(f"{report.target}: {bytes_in_words(report.nbytes)}, {changed}")
+    return Outcome(document=document, view=view)
+
+
+def _merge_wanted(options: ExportOptions) -> tuple[Path, Path, dict[str, Any]]:
+    """The base's folder, the new folder, and the set; whatever cannot be is refused before anything is read."""
+    choice = plain(options.base)
+    if choice is None or not isinstance(choice.get("path"), str):
+        raise UsageError("kind=merged needs the base's own folder", remedy="base=hf base.path=/models/llama")
+    if options.exporter is not None:
+        raise UsageError("exporter= writes adapters, kind=merged a whole model", remedy="leave one of them out")
+    if (options.ref is None) == (not options.adapters):
+        raise UsageError(
+            "kind=merged takes one adapter or a set",
+            remedy="export NAME TARGET kind=merged, or export '+adapters=[a,b]' target=TARGET kind=merged",
+        )
+    if source_kind(options.target) == "url":
+        raise UsageError(f"{options.target}: a merged model is written to a local folder", remedy="copy it from there")
+    for key in options.params:
+        if key not in _MERGE_PARAMS:
+            raise UsageError(f"kind=merged has no params.{key}", remedy=choices(key, _MERGE_PARAMS, noun="parameter"))
+    name = options.ref if options.ref is None or is_pattern(options.ref) else Ref.parse(options.ref).name
+    entries = declared(options.adapters) if name is None else {name: {"source": options.ref}}
+    return Path(choice["path"]).expanduser(), Path(local_path(options.target)), entries

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from multilora_store.cli.documents import jsonable, version_document
+from multilora_store.cli.merged import settings_of
 from multilora_store.cli.outcome import Outcome, Table, bytes_in_words
 from multilora_store.cli.schema import MergeOptions
 from multilora_store.cli.sets import declared
@@ -36,7 +37,6 @@ def run(options: MergeOptions, terminal: Terminal) -> Outcome:
                 remedy=f"import it first: import {entry.spec.source} {entry.name}",
             )
         weights[f"{entry.spec.source.partition('@')[0]}@{entry.version}"] = entry.spec.weight
-    settings = {key: value for key, value in choice.items() if key not in {"strategy", "into", "params"}}
     with terminal.waiting(f"merging {len(weights)} adapters"):
         result = merge(
             store,
@@ -44,8 +44,7 @@ def run(options: MergeOptions, terminal: Terminal) -> Outcome:
             strategy=str(choice["strategy"]),
             into=str(choice["into"]),
             dry_run=options.dry_run,
-            **settings,
-            **dict(choice.get("params") or {}),
+            **settings_of(choice),
         )
     return _outcome(str(choice["into"]), store.url, weights, result)
 
