@@ -1,0 +1,43 @@
+"""The example of a plain loop, run as it is under torchrun: short, two adapters in turn, stopped and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from multilora_store.storage import open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "train.py"
+
+
+def torchrun(*arguments: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
+    done = subprocess.run([*command, *arguments], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_example_is_under_forty_lines() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 40
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    whole = torchrun(str(tmp_path / "whole"), "4")
+    first, second = torchrun(str(tmp_path / "store"), "2"), torchrun(str(tmp_path / "store"), "4", "resume")
+    assert re.findall(r"step (\d): (\w+)", whole) == [("1", "tone"), ("2", "code"), ("3", "tone"), ("4", "code")]
+    assert first + second == whole
+    stores = [open_store(tmp_path / name) for name in ("whole", "store")]
+    for name in ("code", "tone"):
+        held = [store.get(name).tensors for store in stores]
+        assert all(torch.equal(held[0][key], held[1][key]) for key in held[0])
+        assert stores[0].resolve(name).id == stores[1].resolve(name).id
+    assert [snapshot.step for snapshot in stores[1].snapshots()] == [1, 2, 3, 4]
