@@ -268,8 +268,9 @@ def _joined(shape: Shape, pieces: Sequence[Piece], where: str) -> torch.Tensor:
 
 
 def _distributed(folder: Path) -> Checkpoint:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
     file = folder / ".metadata"
     with open(file, "rb") as stream:
@@ -277,7 +278,7 @@ def _distributed(folder: Path) -> Checkpoint:
     _check_files(metadata, folder)
     held = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
@@ -286,7 +287,7 @@ def _distributed(folder: Path) -> Checkpoint:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that it reads in one process, which is what is wanted
-                dcp.load(state, storage_reader=Reader(folder), no_dist=True)
+                load_state(state, storage_reader=Reader(folder), no_dist=True)
         except Exception as error:  # torch wraps what its readers raise
             raise DamagedError(
                 f"{folder} cannot be read",
