@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from multilora_store.adapter import source_kind
 from multilora_store.errors import UsageError, choices
 
 __all__ = ["CommandLine", "parse"]
@@ -20,7 +21,7 @@ class CommandLine:
     Attributes:
         verb: The command, or None where none was given.
         words: Bare words behind the verb (`show a@best`), in order.
-        overrides: What holds `=` or deletes (`~key`), in order, untouched.
+        overrides: What holds `key=` or deletes (`~key`), in order, untouched.
         flags: Hydra's own flags, to be put before the overrides.
         config_dirs: Folders of the user's own configs, the first found wins; taken off the flags.
         config_name: Another primary config than the verb's.
@@ -90,7 +91,9 @@ def _flags(known: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _is_override(word: str) -> bool:
-    return "=" in word or word.startswith("~")
+    """A key is no path and no URL: `kohya://FILE#component=unet` is a bare word for all its `=`."""
+    key, equals, _ = word.partition("=")
+    return (bool(equals) or word.startswith("~")) and source_kind(key) == "ref"
 
 
 def parse(argv: Sequence[str], verbs: Collection[str]) -> CommandLine:

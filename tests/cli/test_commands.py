@@ -373,3 +373,46 @@ def test_a_server_s_profile(run: Run, store: str) -> None:
     assert result.document["profile"]["ok"] is False
     assert run(f"export a@best ./out exporter=vllm params.max_rank=16 store={store}").code == 0
     assert run(f"export a@best ./out2 exporter=nope store={store}").code == 2
+
+
+def test_import_of_another_tool_s_file(run: Run, store: str, here: Path) -> None:
+    """Written for another tool and read back by the source of that layout: the same factors, under the file's name."""
+    from multilora_store import open_store
+
+    assert run(f"export a@best ./style.safetensors exporter=kohya store={store}").code == 0
+    line = f"import 'kohya://{here}/style.safetensors#component=unet' store=./other"
+    document = run(f"{line} prefix=team/ tags=[first] output=json").document
+    assert [item["name"] for item in document["adapters"]] == ["team/style"]
+    assert document["adapters"][0]["metadata"]["imported_from"].startswith("kohya://")
+    one, two = open_store(store).get("a@best"), open_store("other").get("team/style@first")
+    assert one.tensors.keys() == two.tensors.keys()
+    assert all(bool((one.tensors[key] == two.tensors[key]).all()) for key in one.tensors)
+    path = "layers.0.self_attn.q_proj"
+    assert one.config.scaling_for(path) == two.config.scaling_for(path)
+    assert run(f"import 'kohya://{here}/style.safetensors' plain store=./other").code == 0
+    assert run(f"import 'kohya://{here}/style.safetensors' allow_pickle=true store=./other").code == 2
+    assert "name=" in run(f"import 'kohya://{here}/style.safetensors' prefix=../ store=./other").err
+    assert run(f"import 'kohya://{here}/nothing.safetensors' store=./other").code in {1, 2}
+
+
+def test_import_by_a_drop_in_source(run: Run, store: str, here: Path) -> None:
+    assert run(f"export b ./b store={store}").code == 0
+    source = f"bare://{here}/b/adapter_model.safetensors?alpha=16"
+    assert run(f"import '{source}' bare store=./other plugins=[bare_file]").code == 0
+    assert run("show bare store=./other output=json").document["config"]["lora_alpha"] == 16
+
+
+def test_export_to_and_import_from_a_url(run: Run, store: str) -> None:
+    """Plain folders and other layouts at any fsspec URL, one or many."""
+    url = f"memory://bucket{abs(hash(store))}"
+    assert run(f"export a@best {url}/one/a store={store}").code == 0
+    assert run(f"import {url}/one/a copy tags=[x] store=./other").code == 0
+    one = run(f"show a@best store={store} output=json").document["adapter"]
+    assert run("show copy@x store=./other output=json").document["adapter"]["digest"] == one["digest"]
+    places = run(f"export '*' {url}/many store={store} output=json").document["exported"]
+    assert [item["path"].partition("/many/")[2] for item in places] == ["a", "b", "team/zh"]
+    assert len(run(f"import {url}/many store=./many output=json").document["adapters"]) == 3
+    assert run(f"export b {url}/b.safetensors exporter=kohya store={store}").code == 0
+    assert run(f"import kohya://{url}/b.safetensors again store=./other").code == 0
+    assert run(f"assemble '+adapters=[a]' export={url}/set store={store} base=demo").code == 0
+    assert run(f"import {url}/set/a fromset store=./other").code == 0
