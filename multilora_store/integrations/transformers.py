@@ -78,6 +78,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         self.checkpoints = checkpoints
         self.snapshot: Snapshot | None = None
         self._pending = False
+        self._saved_step: int | None = None
         self._trainer: Trainer | None = None
         self._metrics: dict[str, float] = {}
 
@@ -111,6 +112,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         """
         model = kwargs["model"]
         peft_model(model)
+        self._pending, self._saved_step, self._metrics = False, None, {}
         if args.save_strategy == SaveStrategy.BEST and not self.checkpoints:
             raise UsageError(
                 "save_strategy='best' is decided after every callback has been asked",
@@ -163,7 +165,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
 
     def _save(self, state: TrainerState, given: Mapping[str, Any]) -> None:
         model, optimizer = given["model"], plain_optimizer(given["optimizer"])
-        if self.snapshot is not None and self.snapshot.step == state.global_step:
+        if self._saved_step == state.global_step:
             return  # the end of a step that is the end of an epoch too
         ranks = ranks_of(model)
         extra = ranks.together("trainer state", lambda: self._extra(state, given, ranks))
@@ -176,6 +178,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             metadata=self._metrics,
             extra=extra,
         )
+        self._saved_step = state.global_step
         if self.keep:
             keep, names = self.keep, adapter_names(model)
             ranks.from_first("retention", lambda: apply_retention(self.store, keep, adapters=names).to_json())

@@ -106,6 +106,22 @@ def test_early_stopping_goes_on_where_it_was(store: Store, tmp_path: Path) -> No
     assert trainer.state.global_step == 4, "one worse evaluation before, two after"
 
 
+def test_a_callback_that_is_used_again_saves_again(store: Store, tmp_path: Path) -> None:
+    """A step that is the end of an epoch is saved once; the same step of another training is another snapshot."""
+    saving = MultiLoRACallback(store)
+    for folder in ("one", "two"):
+        trained.trainer(trained.assembled(), tmp_path / folder, [saving], steps=2).train()
+    assert [snapshot.step for snapshot in store.snapshots()] == [2, 2]
+
+
+def test_saves_by_epochs_after_their_evaluation_hold_its_metrics(store: Store, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "epoch", "eval_strategy": "epoch", "steps": 24}
+    _, trainer, _ = run(store, tmp_path, **options)
+    losses = {row["step"]: row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row}
+    assert {snapshot.step: snapshot.metadata["eval_loss"] for snapshot in store.snapshots()} == losses
+    assert sorted(losses) == [12, 24]
+
+
 def test_the_trainers_own_checkpoints_can_stay_beside(store: Store, tmp_path: Path) -> None:
     run(store, tmp_path / "out", callback={"checkpoints": True})
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"checkpoint-2", "checkpoint-4"}
@@ -165,17 +181,24 @@ def test_only_a_sharded_model_is_marked_for_the_trainer() -> None:
 
 @pytest.mark.parametrize("wrapper", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_on_two_ranks_the_set_is_saved_once_and_resumed_bit_for_bit(tmp_path: Path, wrapper: str) -> None:
-    """Case 128: sharded by us and driven by the Trainer, or wrapped by it in DDP; step n+1 as if never interrupted."""
+    """Sharded by us and driven by the Trainer, or wrapped by it in DDP.
+
+    Case 128: step n+1 as if never interrupted. Case 66: adapters alone are written, and the base stays as it was.
+    """
     whole = results(trained.trained_on_ranks, 2, str(tmp_path), wrapper, "whole", timeout=120)
     resumed = results(trained.trained_on_ranks, 2, str(tmp_path), wrapper, "resumed", timeout=120)
     for before, after in zip(whole, resumed, strict=True):
         assert trained.different(before["weights"], after["weights"]) == []
         assert before["loss"] == after["loss"]
+        assert before["base_kept"]
+        assert after["base_kept"]
         assert before["steps"] == [2, 4]
         assert after["steps"] == [4]
         assert after["report"] == (True, "fsdp2" if wrapper == "fsdp2" else "plain")
         assert after["wrapped"] == ("PeftModel" if wrapper == "fsdp2" else "DistributedDataParallel")
     assert trained.different(whole[0]["weights"], whole[1]["weights"]) == []
+    store = open_store(tmp_path / "store")
+    assert all(".lora_" in key for name in store.names() for key in store.get(name).tensors)
 
 
 @pytest.mark.slow
@@ -187,7 +210,7 @@ def test_the_trainers_own_checkpoints_of_a_sharded_set_are_refused(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_trainer_without_the_callback_cannot_write_shards_as_if_whole(tmp_path: Path) -> None:
-    """Case 66: the guard names the call that saves adapters alone."""
+    """The guard names the call that saves adapters."""
     outcomes = launch(trained.saved_without_us, 2, str(tmp_path), timeout=30)
     first = outcomes[0].error
     assert isinstance(first, ShardedModelError), outcomes[0].trace

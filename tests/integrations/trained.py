@@ -71,6 +71,15 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def base_pieces(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of the base."""
+    from torch.distributed.tensor import DTensor
+
+    reshard(model)
+    found = {key: p for key, p in model.named_parameters() if ".lora_" not in key}
+    return {k: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for k, p in found.items()}
+
+
 def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     """Tensors that are not bitwise equal."""
     assert left.keys() == right.keys()
@@ -89,6 +98,7 @@ def trained_on_ranks(root: str, wrapper: str, part: str) -> dict[str, Any]:
     model = assembled()
     if wrapper == "fsdp2":
         model = for_trainer(mls.shard(model))
+    base_before = base_pieces(model)
     saving = MultiLoRACallback(store if part == "whole" else open_store(f"{root}/second"))
     driver = trainer(model, Path(root, part), [saving], ddp_find_unused_parameters=False)
     if part == "whole":
@@ -98,6 +108,7 @@ def trained_on_ranks(root: str, wrapper: str, part: str) -> dict[str, Any]:
     report = mls.audit(model, driver.optimizer.optimizer, replicas=True)
     return {
         "weights": weights(model),
+        "base_kept": all(torch.equal(base_before[key], piece) for key, piece in base_pieces(model).items()),
         "report": (report.ok, report.backend),
         "wrapped": type(driver.model_wrapped).__name__,
         "steps": [snapshot.step for snapshot in saving.store.snapshots()],
