@@ -145,7 +145,7 @@ def _prepare(
 ) -> _Work:
     """Check everything that names, shapes and configurations tell, and plan the merge."""
     ordered = canonical_order(sources, [float(weight) for weight in weights])
-    others = [Strategy.find(name, registry) for name in registry.names("merge_strategy")]
+    others = Strategy.every(registry)
     check_configs(chosen, sources, others)
     layouts = {source.name: source.layout for source in sources}
     in_order = [layouts[source.name] for source, _ in ordered]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import typing
 from collections.abc import Callable, Mapping
@@ -9,11 +10,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, NoneType
 from typing import Any, Final, Literal, TypeVar
 
-from multilora_store.errors import MergeError, choices
+from multilora_store.errors import MergeError, PluginError, choices
 from multilora_store.plugins import Plugin, Registry, default_registry
 
 __all__ = ["BETWEEN_0_AND_1", "NOT_NEGATIVE", "Interval", "Strategy", "Traits", "strategy"]
 
+logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 Space = Literal["delta", "elements", "factor"]
 _TRAITS: Final = "__merge_traits__"
@@ -112,6 +114,17 @@ class Strategy:
             PluginError: there is none; the valid names are listed.
         """
         return cls.from_plugin((registry or default_registry()).get("merge_strategy", name))
+
+    @classmethod
+    def every(cls, registry: Registry) -> list[Strategy]:
+        """All strategies, by name; one that cannot be loaded is named in a warning and left out."""
+        found = []
+        for name in registry.names("merge_strategy"):
+            try:
+                found.append(cls.find(name, registry))
+            except PluginError as error:
+                logger.warning("%s", error.what)
+        return found
 
     @classmethod
     def from_plugin(cls, plugin: Plugin) -> Strategy:

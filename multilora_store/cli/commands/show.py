@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from multilora_store.adapter import Ref
@@ -10,14 +11,15 @@ from multilora_store.cli.outcome import Outcome, Table, bytes_in_words, count_in
 from multilora_store.cli.schema import ShowOptions
 from multilora_store.cli.stores import opened_store
 from multilora_store.cli.terminal import Terminal
-from multilora_store.plugins import Parameter, default_registry
+from multilora_store.errors import PluginError
+from multilora_store.plugins import Parameter, Plugin, default_registry
 
 __all__ = ["run"]
 
 
 def run(options: ShowOptions, terminal: Terminal) -> Outcome:
     """An adapter's versions, configuration and tensors; `plugins` shows the plugins."""
-    return _plugins() if options.ref == "plugins" else _adapter(options, terminal)
+    return _plugins(options, terminal) if options.ref == "plugins" else _adapter(options, terminal)
 
 
 def _adapter(options: ShowOptions, terminal: Terminal) -> Outcome:
@@ -72,30 +74,40 @@ def _words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _plugins() -> Outcome:
+def _plugins(options: ShowOptions, terminal: Terminal) -> Outcome:
+    """Every plugin, imported; one that cannot be is named with its distribution, and the others are shown."""
     documents, rows = [], []
     for item in default_registry().all():
-        parameters = [
-            {
-                "name": parameter.name,
-                "type": parameter.annotation,
-                "required": parameter.default is Parameter.REQUIRED,
-                "default": None if parameter.default is Parameter.REQUIRED else repr(parameter.default),
-            }
-            for parameter in item.parameters
-        ]
-        documents.append(
-            {
-                "kind": item.kind,
-                "name": item.name,
-                "origin": item.origin,
-                "description": item.description,
-                "parameters": parameters,
-            }
-        )
-        words = ", ".join(
-            f"{one['name']}" if one["required"] else f"{one['name']}={one['default']}" for one in parameters
-        )
-        rows.append((item.kind, item.name, item.origin, words))
+        described: dict[str, Any]
+        try:
+            described = {"description": item.description, "parameters": _parameters(item), "error": None}
+        except PluginError as error:
+            if options.plugins.strict:
+                raise
+            terminal.note(f"warning: {error.what}")
+            described = {"description": "", "parameters": [], "error": error.what}
+        documents.append({"kind": item.kind, "name": item.name, "origin": item.origin, **described})
+        rows.append((item.kind, item.name, item.origin, _settable(described)))
     table = Table(columns=("kind", "name", "origin", "parameters"), rows=rows)
     return Outcome(document={"plugins": documents}, view=[table] if rows else ["no plugins"])
+
+
+def _parameters(plugin: Plugin) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": parameter.name,
+            "type": parameter.annotation,
+            "required": parameter.default is Parameter.REQUIRED,
+            "default": None if parameter.default is Parameter.REQUIRED else repr(parameter.default),
+        }
+        for parameter in plugin.parameters
+    ]
+
+
+def _settable(described: Mapping[str, Any]) -> str:
+    """The parameters of a plugin with their defaults, on one line."""
+    if described["error"]:
+        return "cannot be loaded"
+    return ", ".join(
+        one["name"] if one["required"] else f"{one['name']}={one['default']}" for one in described["parameters"]
+    )
