@@ -111,6 +111,15 @@ def test_shipped_ones_go_by_their_bare_name(run: Run) -> None:
     assert [(row["name"], row["rank"]) for row in result.document["adapters"]] == [("ab", 16)]
 
 
+def test_merge_then_wrap_from_the_command_line(run: Run) -> None:
+    line = "assemble '+adapters=[a,b,c]' adapters.c.trainable=true plugins=[merge_then_wrap] assembler=merge_then_wrap"
+    choice = "assembler.params.members=[a,b] assembler.params.strategy=ties '++assembler.params.params={density: 0.3}'"
+    result = run(f"{line} {choice} assembler.params.rank=4 output=json")
+    assert result.code == 0, result.err
+    rows = [(row["name"], row["rank"], row["trainable"]) for row in result.document["adapters"]]
+    assert rows == [("merged", 4, False), ("c", 4, True)]
+
+
 def test_a_step_of_the_assembly(run: Run) -> None:
     line = "assemble '+adapters=[a]' plugins=[cast_adapters] output=json"
     assert run(f"{line} steps.after_load=cast_to_bfloat16").document["adapters"][0]["dtype"] == "bfloat16"

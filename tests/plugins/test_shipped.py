@@ -14,9 +14,16 @@ from multilora_store import plugins as plugin_door
 from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly import assemble
 from multilora_store.assembly.bases import demo_adapters, demo_base
-from multilora_store.assembly.bridge import active_adapters, adapter_config, adapter_names, adapter_parameters, record
+from multilora_store.assembly.bridge import (
+    active_adapters,
+    adapter_config,
+    adapter_names,
+    adapter_parameters,
+    record,
+    trainable_adapters,
+)
 from multilora_store.cli.plugins import dropin_folder
-from multilora_store.errors import DamagedError, ManifestError, UnsupportedError, UsageError
+from multilora_store.errors import DamagedError, ManifestError, MultiLoRAError, UnsupportedError, UsageError
 from multilora_store.plugins import Registry, default_registry
 from multilora_store.storage import Store, import_peft
 
@@ -103,6 +110,46 @@ def test_rounding_is_to_255_levels_a_row(store: Store) -> None:
         assert not torch.equal(row, exact)
         assert float((row - exact).abs().max()) <= float(exact.abs().max()) / 127 / 2 + 1e-7
     assert any("largest relative error" in note for note in record(model).notes)
+
+
+def test_merged_ones_stay_frozen_beside_the_others(store: Store, registry: Registry) -> None:
+    """At strategy linear the whole answers as the set does one by one; only what was left out is trained."""
+    manifest = {"a": {"weight": 0.7}, "b": {"weight": -0.4}, "c": {"trainable": True}}
+    apart = assemble(demo_base(), manifest, store=store)
+    model = assemble(demo_base(), manifest, store=store, assembler="merge_then_wrap")
+    assert adapter_names(model) == ("merged", "c")
+    assert (active_adapters(model), trainable_adapters(model)) == ({"merged": 1.0, "c": 1.0}, {"c"})
+    torch.testing.assert_close(logits(model), logits(apart), rtol=1e-5, atol=1e-5)
+    assert any("a (0.7), b (-0.4), merged by linear" in note for note in record(model).notes)
+
+
+def test_members_are_merged_by_any_strategy(store: Store, registry: Registry) -> None:
+    merge = registry.get("assembler", "merge_then_wrap").load()
+
+    def build(**params: Any) -> Any:
+        return assemble(
+            demo_base(), {"a": {}, "b": {}, "c": {}}, store=store, assembler=lambda w, s: merge(w, s, **params)
+        )
+
+    model = build(members=["c", "a"], into="ac", strategy="ties", rank=6, params={"density": 0.5})
+    assert adapter_names(model) == ("ac", "b")
+    assert adapter_config(model, "ac").r == 6
+    for params, words in (
+        ({"members": ["a", "d"]}, "not in the set"),
+        ({"strategy": "tiez"}, "tiez"),
+        ({"params": {"density": 0.5}}, "density"),
+        ({"members": ["a"], "into": "b"}, "b"),
+    ):
+        with pytest.raises(MultiLoRAError, match=words):
+            build(**params)
+    for entry, words in (({"trainable": True}, "trainable"), ({"active": False}, "nothing to merge")):
+        with pytest.raises(ManifestError, match=words):
+            assemble(
+                demo_base(),
+                {"a": entry},
+                store=store,
+                assembler=lambda w, s, e=entry: merge(w, s, members=["a"] if "trainable" in e else []),
+            )
 
 
 def test_mlx_round_trip_gives_the_same_model(store: Store, tmp_path: Path, registry: Registry) -> None:
