@@ -43,6 +43,7 @@ def test_assemble_sharded_saves_and_prints_once(here: Path, store: str, backend:
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_demo_seeds_its_store_once(here: Path) -> None:
     done = torchrun(here, "-m", "multilora_store", "assemble", "+adapters=[a,b]", "shard=fsdp2")
     assert done.returncode == 0, done.stderr
