@@ -13,6 +13,7 @@ from multilora_store.assembly.bridge import (
     active_adapters,
     adapter_names,
     adapter_parameters,
+    check_active,
     record,
     set_active,
     set_trainable,
@@ -44,14 +45,14 @@ def activate(
         DisagreementError: ranks asked for different states; nothing was changed.
         ShardedModelError: DDP does not reduce the gradients of an adapter that was to become trainable.
     """
-    wanted = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 1.0)
-    chosen = None if trainable is None else sorted(set(trainable))
+    wanted = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(_names(weights), 1.0)
+    chosen = None if trainable is None else sorted(set(_names(trainable)))
     before = ranks_of(model).together(
         "activate",
         lambda: _check(model, wanted, chosen),
         facts=lambda _: {"active": {n: float(w).hex() for n, w in wanted.items()}, "trainable": chosen},
     )
-    ranks_of(model).together("activate", lambda: set_active(model, wanted))
+    set_active(model, wanted)
     if chosen is not None:
         set_trainable(model, chosen)
         _refresh(model, before)
@@ -84,13 +85,15 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     return active(model, {})
 
 
+def _names(given: Iterable[str]) -> Iterable[str]:
+    return [given] if isinstance(given, str) else given  # a name alone, not its letters
+
+
 def _check(model: nn.Module, weights: Mapping[str, float], trainable: list[str] | None) -> dict[int, bool]:
     """The flags before, by parameter, after everything that can be refused was looked at on this rank."""
-    for name in [*weights, *(trainable or ())]:
+    for name in trainable or ():
         record(model).member(name)
-    for name, weight in weights.items():
-        float(weight)
-        assert name
+    check_active(model, weights)
     reshard(model)
     if trainable is not None:
         _check_ddp(model, trainable)

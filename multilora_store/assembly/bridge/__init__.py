@@ -11,7 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.assembly.bridge.record import AssemblyRecord, Member, Site, inside_name, record
-from multilora_store.assembly.bridge.state import active_adapters, set_active, set_trainable, trainable_adapters
+from multilora_store.assembly.bridge.state import (
+    active_adapters,
+    check_active,
+    set_active,
+    set_trainable,
+    trainable_adapters,
+)
 from multilora_store.assembly.bridge.tensors import (
     adapter_buffers,
     adapter_config,
@@ -39,6 +45,7 @@ __all__ = [
     "adapter_names",
     "adapter_parameters",
     "base_fingerprint",
+    "check_active",
     "eject_adapter",
     "inject_adapter",
     "innermost",

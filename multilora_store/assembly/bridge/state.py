@@ -18,7 +18,7 @@ from multilora_store.assembly.bridge.tensors import entries
 from multilora_store.assembly.bridge.unwrap import peft_model
 from multilora_store.errors import UnsupportedError, UsageError
 
-__all__ = ["active_adapters", "set_active", "set_flags", "set_trainable", "trainable_adapters"]
+__all__ = ["active_adapters", "check_active", "set_active", "set_flags", "set_trainable", "trainable_adapters"]
 
 
 def active_adapters(model: nn.Module) -> dict[str, float]:
@@ -42,12 +42,11 @@ def set_active(model: nn.Module, weights: Mapping[str, float]) -> None:
             own copy of one module.
         UnsupportedError: adapters are merged into the base.
     """
+    chosen, holders = check_active(model, weights)
     peft = peft_model(model)
     known = record(peft)
-    chosen = _check_weights(known, weights)
     inside = {name: known.members[name].inside for name in chosen}
     keys = list(inside.values())
-    holders = [_check_site(site, keys) for site in known.sites]
 
     before = [known.members[name].inside for name in known.weights]
     before += [key for key in peft.active_adapters if key not in before]
@@ -58,6 +57,18 @@ def set_active(model: nn.Module, weights: Mapping[str, float]) -> None:
     if keys:  # PeftModel's own attribute must name one adapter, whatever takes part
         peft.active_adapter = keys[0]
     known.weights = chosen
+
+
+def check_active(model: nn.Module, weights: Mapping[str, float]) -> tuple[dict[str, float], list[str | None]]:
+    """The weights that are not 0, and for each site the adapter whose copy of the module is used; changes nothing.
+
+    Raises:
+        UsageError, UnsupportedError: `set_active` would refuse these weights.
+    """
+    known = record(peft_model(model))
+    chosen = _check_weights(known, weights)
+    keys = [known.members[name].inside for name in chosen]
+    return chosen, [_check_site(site, keys) for site in known.sites]
 
 
 def trainable_adapters(model: nn.Module) -> set[str]:
@@ -113,6 +124,8 @@ def _check_weights(known: AssemblyRecord, weights: Mapping[str, float]) -> dict[
     chosen: dict[str, float] = {}
     for name, weight in weights.items():
         known.member(name)
+        if isinstance(weight, str) or not hasattr(weight, "__float__"):
+            raise UsageError(f"adapter {name!r}: weight {weight!r} is not a number", name=name)
         if not math.isfinite(weight):
             raise UsageError(f"adapter {name!r}: weight {weight!r} is not finite", name=name)
         if weight != 0:
