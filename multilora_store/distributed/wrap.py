@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 
 from multilora_store.assembly.bridge import adapter_parameters, innermost, peft_model, record, trainable_adapters
 from multilora_store.distributed import fsdp1
-from multilora_store.distributed.agreement import ranks_of_mesh, world
+from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
 from multilora_store.distributed.auditing import audit
 from multilora_store.distributed.guards import guard
 from multilora_store.distributed.internals import require
@@ -97,6 +97,7 @@ def shard(
     made = make_mesh(model, mesh)
     ranks = ranks_of_mesh(made)
     plan, reason, found = ranks.together("shard", lambda: _decide(model, options, made))
+    _compare_values(model, ranks)
     expected = _flags(model)
     _wrap(model, made, options, plan, found, reason)
     guard(model)
@@ -179,6 +180,17 @@ def _decide(model: nn.Module, options: Options, mesh: DeviceMesh) -> tuple[UnitP
     else:
         _check_dtypes(model, plan, granularity)
     return plan, (granularity, reason), blocks
+
+
+def _compare_values(model: nn.Module, ranks: Ranks) -> None:
+    """Each rank keeps its own shard of its own base: bases of other values would become one that nobody had.
+
+    Raises:
+        DisagreementError: samples of the base's values differ; a base without values (on meta) agrees with any.
+    """
+    own = record(model).base.fingerprint
+    if len({told for told in ranks.share("shard", own) if "-" in told}) > 1:
+        ranks.agree("shard", {"fingerprint of the base's values": own})
 
 
 def _check_dtypes(model: nn.Module, plan: UnitPlan, granularity: str) -> None:

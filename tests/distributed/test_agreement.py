@@ -142,3 +142,58 @@ def test_a_slow_rank_is_named_but_not_failed_before_its_time() -> None:
     found = results(come_late, 2, 1.5, 30.0)
     assert [error for error, _ in found] == ["", ""]
     assert "waited 0 s for rank 1" in found[0][1]
+
+
+def switch_on_one_rank_alone() -> list[tuple[str, dict[str, float], list[str]]]:
+    from toys import build
+
+    from multilora_store.assembly.bridge import active_adapters, trainable_adapters
+    from multilora_store.distributed import activate, shard
+
+    rank = world().rank
+    model = shard(build(active=["a"], trainable=["a"]))
+    calls = {
+        "text": ({"b": "1" if rank else 1.0}, None),
+        "infinite": ({"b": float("inf") if rank else 1.0}, None),
+        "unknown": ({"zz" if rank else "b": 1.0}, None),
+        "unknown trainable": ({"b": 1.0}, ["zz" if rank else "b"]),
+    }
+    found = []
+    for weights, trainable in calls.values():
+        try:
+            activate(model, weights, trainable=trainable)
+        except (UsageError, RankFailedError) as error:
+            told = type(error).__name__
+        else:
+            told = "nothing was raised"
+        found.append((told, active_adapters(model), sorted(trainable_adapters(model))))
+    return found
+
+
+def test_a_switch_that_one_rank_refuses_changes_no_rank() -> None:
+    first, second = results(switch_on_one_rank_alone, 2)
+    assert first == [("RankFailedError", {"a": 1.0}, ["a"])] * 4
+    assert second == [("UsageError", {"a": 1.0}, ["a"])] * 4
+
+
+def shard_other_values() -> tuple[str, str]:
+    import torch
+    from toys import build
+
+    from multilora_store.distributed import shard
+    from multilora_store.distributed.sharded import backend_of
+
+    model = build()
+    with torch.no_grad():
+        model.base_model.model.embed.weight.add_(world().rank)
+    try:
+        shard(model)
+    except DisagreementError as error:
+        return str(error), backend_of(model)
+    return "", backend_of(model)
+
+
+def test_ranks_whose_bases_hold_other_values_do_not_shard_them_into_one() -> None:
+    for error, backend in results(shard_other_values, 2):
+        assert "fingerprint of the base's values" in error
+        assert backend == "plain"
