@@ -129,8 +129,7 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         ours = [word for word in quiet if word.partition("=")[0] not in given]
         flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
         config = [] if "--hydra-help" in flags else [*demo, *overrides]  # Hydra's own help composes no config of ours
-        by_flag = not (own_set or any(key.startswith("hydra") for key in given))
-        through_hydra([*flags, *ours, *config], command.name, job, mode_by_flag=by_flag)
+        through_hydra([*flags, *ours, *config], command.name, job)
     return worst(codes)
 
 

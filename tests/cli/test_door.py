@@ -223,25 +223,3 @@ def test_tables_fit_80_columns_on_a_terminal(run: Run, store: str, monkeypatch: 
     heads = table[: next(at for at, line in enumerate(table) if "<-" in line)]
     assert max(map(len, heads)) <= 80
     assert any(re.match(r"team/zh +v[0-9a-f]{8} .* fp32 +\d", line) for line in heads)
-
-
-def test_a_config_is_composed_once(run: Run, store: str, configs: Callable[..., Path]) -> None:
-    """Hydra composes all of it a second time to learn its mode; only a config of the user's may say that."""
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-
-    loaded: list[object] = []
-    load = ConfigLoaderImpl.load_configuration
-
-    def counted(self: object, *given: object, **named: object) -> object:
-        loaded.append(named.get("config_name"))
-        return load(self, *given, **named)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ConfigLoaderImpl, "load_configuration", counted)
-        assert run(f"list store={store}").code == 0
-        assert len(loaded) == 1
-        assert run(f"list -m pattern=a,b store={store}").out.count("latest") == 2
-        loaded.clear()
-        folder = configs(list="defaults: [options/list, store: env, _self_]\nhydra: {mode: MULTIRUN}\n")
-        assert run(f"list --config-dir {folder} store={store}").code == 0
-        assert len(loaded) > 1  # as a sweep, of one job
