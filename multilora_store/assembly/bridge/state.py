@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from peft import PeftModel
@@ -124,8 +124,9 @@ def _check_weights(known: AssemblyRecord, weights: Mapping[str, float]) -> dict[
     chosen: dict[str, float] = {}
     for name, weight in weights.items():
         known.member(name)
-        if isinstance(weight, str) or not hasattr(weight, "__float__"):
-            raise UsageError(f"adapter {name!r}: weight {weight!r} is not a number", name=name)
+        given: object = weight  # whatever a caller without a type checker gave
+        if not isinstance(given, SupportsFloat):
+            raise UsageError(f"adapter {name!r}: weight {given!r} is not a number", name=name)
         if not math.isfinite(weight):
             raise UsageError(f"adapter {name!r}: weight {weight!r} is not finite", name=name)
         if weight != 0:
