@@ -255,4 +255,15 @@ def _entry(name: str, value: object, where: str) -> LockEntry:
     for key in ("version", "digest", "store"):
         if not isinstance(locked.get(key), (str, type(None))):
             raise ManifestError(f"{where}: adapter {name!r}: {key} must be a string or null, found {locked[key]!r}")
+    if stray := sorted(map(str, set(locked) - {"version", "digest", "store"})):
+        raise ManifestError(
+            f"{where}: adapter {name!r}: locked holds {', '.join(stray)}", remedy="valid: version, digest, store"
+        )
+    if locked.get("digest") is None and (locked.get("version") is not None or spec.if_missing != "init"):
+        raise ManifestError(
+            f"{where}: adapter {name!r} is locked without a digest",
+            why="without one it would be created anew instead of read",
+            remedy="write the lock again with assemble ... lock=FILE",
+            name=name,
+        )
     return LockEntry(spec=spec, version=locked.get("version"), digest=locked.get("digest"), store=locked.get("store"))

@@ -110,3 +110,20 @@ def test_a_wrong_lock_is_named(text: str, message: str) -> None:
 def test_a_lock_is_plain_json() -> None:
     lock = Lock(entries={"a": LockEntry(spec=AdapterSpec(name="a"), version="v" + "0" * 16, digest="0" * 64)})
     assert json.loads(lock.to_json())["adapters"]["a"]["locked"]["version"] == "v" + "0" * 16
+
+
+@pytest.mark.parametrize(
+    ("altered", "message"),
+    [
+        ({"digset": "x"}, "locked holds digset"),
+        ({"digest": None}, "locked without a digest"),
+        ({"digest": None, "version": None}, "locked without a digest"),
+    ],
+)
+def test_a_lock_that_lost_its_digest_makes_no_fresh_adapter(altered: dict[str, Any], message: str) -> None:
+    spec = AdapterSpec(name="a", source="a@latest", config=CONFIG)
+    text = Lock(entries={"a": LockEntry(spec=spec, version="v" + "0" * 16, digest="0" * 64, store="/s")}).to_json()
+    document = json.loads(text)
+    document["adapters"]["a"]["locked"] |= altered
+    with pytest.raises(ManifestError, match=message):
+        Lock.from_json(json.dumps(document))
