@@ -69,6 +69,7 @@ def assemble(
         The PeftModel; `bridge.record(model)` tells what it carries.
 
     Raises:
+        UsageError: the base is no module, the device is none that torch knows.
         ManifestError: the declaration is wrong.
         NotInStoreError: an adapter that is found nowhere.
         UnsupportedError: a kind of adapter or a combination that is refused; nothing was touched.
@@ -76,6 +77,8 @@ def assemble(
         CoverageError: tensors and places do not match in full; the base is as it was.
     """
     plugins = registry or default_registry()
+    if not isinstance(base, nn.Module):
+        raise UsageError(f"the base is a {type(base).__name__}, not a torch.nn.Module", remedy="build the model first")
     if not isinstance(adapters, (Manifest, Lock)) and not (isinstance(adapters, Mapping) and adapters):
         Manifest.from_mapping(adapters)  # says what is wrong with it
     if len(adapters) == 0:
@@ -85,7 +88,7 @@ def assemble(
         manifest=adapters,
         store=_store(store),
         dtype=_dtype(dtype),
-        device=torch.device(device) if device is not None else None,
+        device=_device(device),
         seed=seed,
         rename=rename or {},
         identity=identity,
@@ -154,6 +157,13 @@ def _store(given: Store | str | os.PathLike[str] | None) -> Store | None:
     from multilora_store.storage import open_store
 
     return open_store(given)
+
+
+def _device(given: str | torch.device | None) -> torch.device | None:
+    try:
+        return None if given is None else torch.device(given)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {given!r}", remedy="e.g. cpu, cuda, cuda:1, meta") from error
 
 
 def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:

@@ -10,7 +10,8 @@ from typing import Any, Final
 from peft import LoraConfig
 
 from multilora_store.adapter import AdapterConfig
-from multilora_store.errors import ConfigError, UnsupportedError
+from multilora_store.adapter.fields import OBSOLETE_FIELDS
+from multilora_store.errors import ConfigError, UnsupportedError, choices
 
 __all__ = ["MUTATING_INITS", "lora_config", "mutates_base"]
 
@@ -53,7 +54,7 @@ def lora_config(
 
     Raises:
         UnsupportedError: another method than LoRA, a variant or an initialisation that is refused, with the reason.
-        ConfigError: values that PEFT itself refuses.
+        ConfigError: values that PEFT itself refuses; a field that it does not know, of a fresh adapter.
     """
     if config.peft_type != "LORA":
         raise UnsupportedError(
@@ -74,6 +75,14 @@ def lora_config(
     _check_init(name, config, fresh=fresh)
     _check_tying(name, config)
     known = {field.name for field in dataclasses.fields(LoraConfig)} - {"runtime_config"}
+    if fresh and (strange := sorted(set(config.raw) - known - OBSOLETE_FIELDS)):
+        raise ConfigError(
+            f"adapter {name!r} cannot be created: PEFT's LoraConfig has no field {strange[0]!r}",
+            why="a stored adapter may come from a newer PEFT, one that is declared here would lose what was meant",
+            remedy=choices(strange[0], known, noun="field"),
+            name=name,
+            fields=strange,
+        )
     fields = {key: value for key, value in config.raw.items() if key in known}
     try:
         with warnings.catch_warnings(record=True) as caught:

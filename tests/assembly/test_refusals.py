@@ -15,6 +15,7 @@ from multilora_store.assembly.bridge import adapter_names, record
 from multilora_store.assembly.steps import Assembly
 from multilora_store.errors import (
     BaseMismatchError,
+    ConfigError,
     CoverageError,
     ManifestError,
     MultiLoRAError,
@@ -265,3 +266,22 @@ def test_steps_are_replaced_and_added_by_name(toy: Toy, put: Put) -> None:
         assemble(toy, {"a": {}}, steps={"lod": lambda work: None})
     with pytest.raises(PluginError, match="unknown assembler 'x'"):
         assemble(toy, {"a": {}}, assembler="x")
+
+
+def test_a_misspelt_field_of_a_fresh_adapter_is_named() -> None:
+    """What a stored file may hold from a newer PEFT is, in a declaration, a typo that would be lost."""
+    base = seeded(Toy)
+    before = anatomy(base)
+    entry = {"if_missing": "init", "config": {**Q, "lora_dropuot": 0.1}}
+    with pytest.raises(ConfigError, match="no field 'lora_dropuot'") as caught:
+        assemble(base, {"a": entry})
+    assert "lora_dropout" in caught.value.remedy
+    assert anatomy(base) == before
+
+
+def test_a_base_or_device_that_is_none_is_named() -> None:
+    entry = {"if_missing": "init", "config": Q}
+    with pytest.raises(UsageError, match="the base is a NoneType"):
+        assemble(None, {"a": entry})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown device 'gpu9'"):
+        assemble(seeded(Toy), {"a": entry}, device="gpu9")
