@@ -49,6 +49,7 @@ class AdapterConfig:
         """
         raw = _plain(data, where) if isinstance(data, Mapping) else _read_json(data, where)
         kind = _check_peft_type(raw, where)
+        _check_lists(raw, where)
         if kind == "LORA":
             _check_lora(raw, where)
         return cls(raw, where, _notes(raw, kind))
@@ -199,7 +200,20 @@ def _check_peft_type(raw: Mapping[str, Any], where: str) -> str:
     return str(kind)
 
 
+def _check_lists(raw: Mapping[str, Any], where: str) -> None:
+    """Fields that PEFT keeps as sets or lists hold items of one type, so that they can be sorted and matched."""
+    for key in sorted(_SET_LIKE & set(raw)):
+        item, found = (int, "numbers") if key == "layers_to_transform" else (str, "strings")
+        value = raw[key]
+        items = value if isinstance(value, list) else [] if value is None or value == {} else [value]
+        if any(isinstance(each, bool) or not isinstance(each, item) for each in items):
+            raise ConfigError(f"{where}: {key} = {value!r}, a list of {found} was expected")
+
+
 def _check_lora(raw: Mapping[str, Any], where: str) -> None:
+    for name in ("rank_pattern", "alpha_pattern"):
+        if raw.get(name) and not isinstance(raw[name], Mapping):
+            raise ConfigError(f"{where}: {name} = {raw[name]!r}, a mapping from patterns to numbers was expected")
     for name, ranks in (("r", {"r": raw.get("r", 8)}), ("rank_pattern", raw.get("rank_pattern") or {})):
         for key, rank in ranks.items():
             if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

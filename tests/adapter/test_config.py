@@ -113,3 +113,22 @@ def test_any_bytes_are_a_config_or_a_typed_error(data: bytes) -> None:
 def test_hostile_sizes_and_depths_are_typed_errors(value: bytes) -> None:
     with pytest.raises(ConfigError):
         AdapterConfig.parse(value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rank_pattern": [1]},
+        {"alpha_pattern": "q_proj"},
+        {"target_modules": 3},
+        {"target_modules": ["q_proj", 3]},
+        {"target_modules": {"q_proj": 1}},
+        {"modules_to_save": ["head", None]},
+        {"layers_to_transform": [1, "2"]},
+        {"layers_to_transform": True},
+    ],
+)
+def test_a_field_of_another_type_is_named(fields: dict[str, Any]) -> None:
+    raw = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], **fields}
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        AdapterConfig.parse(json.dumps(raw))
