@@ -66,21 +66,22 @@ def translate(error: BaseException, doing: str, where: str) -> StorageError:
     """The typed error for `error`, raised while `doing` something at `where` (both free of secrets)."""
     status, code = status_of(error), getattr(error, "errno", None)
     found = scrub(f"{type(error).__name__}: {error}")
+    told = found.partition(" Debug source:")[0]  # obstore repeats it all as a dump of its own structures
     what = f"{doing} failed at {where}"
     facts = {"where": where, "doing": doing, "status": status}
     if code in _FULL or _FULL_WORDS.search(found):
-        return StorageFullError(what, why=found, remedy="free space or raise the quota, then repeat", **facts)
+        return StorageFullError(what, why=told, remedy="free space or raise the quota, then repeat", **facts)
     if code in _DENIED or status in (401, 403) or (status is None and _DENIED_WORDS.search(found)):
         remedy = "check the credentials and the rights to read, write and list there"
         if status == 403:
             remedy += "; AWS also answers 403 for a missing key when the right to list the bucket is missing"
         elif code in _DENIED:
             remedy = "check the owner and mode of the folder, and whether the file system is mounted read-only"
-        return StorageDeniedError(what, why=found, remedy=remedy, **facts)
+        return StorageDeniedError(what, why=told, remedy=remedy, **facts)
     if isinstance(error, (ConnectionError, TimeoutError)) or _UNREACHABLE_WORDS.search(found):
         remedy = "check the endpoint, the region, that the bucket exists, and the network; then repeat"
-        return StorageUnreachableError(what, why=found, remedy=remedy, **facts)
-    return StorageError(what, why=found, remedy="see the cause above; the store itself is as it was", **facts)
+        return StorageUnreachableError(what, why=told, remedy=remedy, **facts)
+    return StorageError(what, why=told, remedy="see the cause above; the store itself is as it was", **facts)
 
 
 def renewing(method: _Method) -> _Method:

@@ -292,3 +292,9 @@ def test_failures_are_typed_with_a_remedy(raised: Exception, kind: type[StorageE
     assert type(error) is kind
     assert error.remedy
     assert "s3://b/x" in error.what
+
+
+def test_a_driver_s_dump_of_itself_is_left_out() -> None:
+    raised = OSError('Error performing PUT http://h/k: refused  Debug source: Generic { store: "S3", source: Retry }')
+    found = translate(raised, "reading", "s3://bucket/x")
+    assert found.why == "OSError: Error performing PUT http://h/k: refused"
