@@ -11,7 +11,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# On a busy machine a slow example is no fault; CI tries the same examples each time, so that it fails for a change alone.
+# On a busy machine a slow example is no fault. CI tries the same examples each time: it fails for a change alone.
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
