@@ -21,6 +21,7 @@ from multilora_store.errors import (
     StorageDeniedError,
     StorageError,
     StorageFullError,
+    UsageError,
 )
 from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.changes import Change
@@ -72,6 +73,7 @@ class Journal(History):
             ConflictError: others kept winning for `patience` seconds; nothing was written.
             OutcomeUnknownError: the storage failed such that nobody can tell whether the entry was made.
             StorageError: the storage failed, and the entry was not made.
+            UsageError: a change holds a value that no reader would take; nothing was written.
         """
         self.make_store()
         deadline = time.monotonic() + self.patience
@@ -82,6 +84,7 @@ class Journal(History):
             if not changes:
                 return Committed(state=state, entry=None)
             entry = self._next_entry(state, changes)
+            self._refuse_unreadable(entry)
             if self._try(entry):
                 return self._settle(state, entry)
             if time.monotonic() > deadline:
@@ -96,6 +99,18 @@ class Journal(History):
     def _next_entry(self, state: State, changes: tuple[Change, ...]) -> Entry:
         moment = max(datetime.now(UTC), state.time)  # a clock that jumped back must not reorder history
         return Entry(seq=state.seq + 1, prev=state.digest, writer=new_token(), time=moment, changes=changes)
+
+    def _refuse_unreadable(self, entry: Entry) -> None:
+        """An entry is never rewritten: one that its readers refuse would end the store for good."""
+        try:
+            Entry.from_bytes(entry.to_bytes(), "the new entry", entry.seq)
+        except (MultiLoRAError, ValueError, TypeError) as error:
+            raise UsageError(
+                f"entry {entry.seq} of {self.blobs.url} was not made: no reader would take it",
+                why=error.why or error.what if isinstance(error, MultiLoRAError) else str(error),
+                remedy="give values of the documented types; the store is as it was",
+                seq=entry.seq,
+            ) from error
 
     def _try(self, entry: Entry) -> bool:
         """Creates the entry; True if it is ours, False if that number is somebody else's.

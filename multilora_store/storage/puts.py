@@ -21,7 +21,16 @@ from multilora_store.storage.state import State
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Source", "StagedPut", "build_contents", "fresh_directory", "plan_directory", "restage", "upload"]
+__all__ = [
+    "Source",
+    "StagedPut",
+    "build_contents",
+    "check_step",
+    "fresh_directory",
+    "plan_directory",
+    "restage",
+    "upload",
+]
 
 _ALPHABET: Final = string.ascii_lowercase + string.digits
 
@@ -170,11 +179,12 @@ def make_put(
         name=check_name(name), id=contents.record.id, sha256=contents.record.digest, directory=directory,
         record=record, nbytes=nbytes, metadata=plain_json(dict(metadata or {}), "metadata"),
         parents=tuple(parents), recipe=None if recipe is None else plain_json(dict(recipe), "recipe"),
-        base=None if base is None else plain_json(dict(base), "base"), step=_check_step(step),
+        base=None if base is None else plain_json(dict(base), "base"), step=check_step(step),
     )  # fmt: skip
 
 
-def _check_step(step: int | None) -> int | None:
+def check_step(step: int | None) -> int | None:
+    """The step, a whole number from 0 on, or None."""
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step is {step!r}", remedy="a step is a whole number from 0 on, or None")
     return step

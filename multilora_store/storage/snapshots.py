@@ -25,6 +25,7 @@ from multilora_store.storage.changes import (
     check_snapshot_file,
     check_snapshot_id,
 )
+from multilora_store.storage.puts import check_step
 from multilora_store.storage.records import plain_json, sha256
 from multilora_store.storage.state import Snapshot, State
 
@@ -78,7 +79,7 @@ def plan_snapshot(draft: SnapshotDraft, state: State, put: Mapping[str, str]) ->
     members = {name: _plan_member(name, member, state, put) for name, member in draft.adapters.items()}
     return TakeSnapshot(
         id=check_snapshot_id(draft.id),
-        step=draft.step,
+        step=check_step(draft.step),
         adapters=members,
         metadata=plain_json(dict(draft.metadata), "the snapshot's metadata"),
         files={check_snapshot_file(path): record for path, record in draft.files.items()},

@@ -526,6 +526,6 @@ def test_a_store_made_elsewhere_is_not_written_where_creation_is_not_exclusive(t
 def test_folding_changes_whose_object_is_gone_does_nothing(blobs: Blobs) -> None:
     journal = filled(blobs, 1)
     state = journal.commit(
-        lambda state: [Untag(name="n0", tag="none"), Tag(name="n0", tag="best", id="v" + "0" * 16)]
+        lambda state: [Untag(name="n0", tag="absent"), Tag(name="n0", tag="best", id="v" + "0" * 16)]
     ).state
     assert state.adapters["n0"].tags == {}

@@ -660,3 +660,24 @@ class TestDamage:
         assert again(local).get("a").tensors._unchecked == {}
         os.utime(local.blobs.local_path(local.resolve("a").directory + "/adapter_model.safetensors"))
         assert again(local).get("a").tensors._unchecked != {}
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        ({"step": -1}, "step is -1"),
+        ({"step": "x"}, "step is 'x'"),
+        ({"step": 1.5}, "step is 1.5"),
+        ({"weight": float("nan")}, "no reader would take it"),
+        ({"active": "yes"}, "no reader would take it"),
+    ],
+)
+def test_nothing_is_committed_that_a_reader_would_call_damaged(local: Store, draft: dict[str, Any], told: str) -> None:
+    """An entry is never rewritten, so one bad step in a snapshot would end the whole store."""
+    version = local.put("a", tensors(0), CONFIG)
+    step = draft.pop("step", 1)
+    members = {"a": SnapshotMember(version=version.id, **draft)}
+    with pytest.raises(UsageError, match=told):
+        local.commit([], snapshot=SnapshotDraft(id="s1", step=step, adapters=members))
+    assert again(local).resolve("a") == version
+    assert [entry.seq for entry in again(local).log()] == [1]
