@@ -45,7 +45,7 @@ def test_losses_are_those_of_plain_peft(
         torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_gguf_file_is_a_base_too(real_base_folder: Path, shared: Path, store: Store) -> None:
     """The quantised file that the real base was made from, opened as it is, takes the same adapters."""

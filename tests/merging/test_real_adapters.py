@@ -59,6 +59,7 @@ def test_an_exact_merge_equals_both_adapters_active_with_the_same_weights(
     assert heldout_losses(written) == pytest.approx(expected, abs=2e-2)
 
 
+@pytest.mark.long
 def test_a_merge_of_one_adapter_loses_nothing(real_base_folder: Path, heldout_losses: Losses, store: Store) -> None:
     """Case 27: weight 1 gives the adapter back, through every kind of arithmetic."""
     base = AutoModelForCausalLM.from_pretrained(real_base_folder, dtype=torch.float32)

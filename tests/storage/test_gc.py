@@ -313,6 +313,6 @@ def test_a_killed_gc_leaves_a_whole_store(tmp_path: Path) -> None:
     kill_collectors(tmp_path, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_killed_gcs_leave_a_whole_store(tmp_path: Path) -> None:
     kill_collectors(tmp_path, 40)

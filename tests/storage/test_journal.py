@@ -377,7 +377,7 @@ def _writer(root: Path, number: int, commits: int) -> None:
         journal.commit(adding(f"w{number}", number * 1000 + count))
 
 
-@pytest.mark.parametrize(("writers", "commits"), [(4, 25), pytest.param(16, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("writers", "commits"), [(4, 25), pytest.param(16, 100, marks=pytest.mark.long)])
 def test_racing_processes_make_one_history(tmp_path: Path, writers: int, commits: int) -> None:
     """Cases 6, 69: every commit of every process is there once, in one line, and nothing else is left."""
     context = multiprocessing.get_context("fork")

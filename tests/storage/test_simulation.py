@@ -38,7 +38,8 @@ def test_many_writers_and_no_faults_lose_nothing() -> None:
     assert counts["entries"] > 300
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_thousands_of_schedules_break_no_promise() -> None:
     run(range(20_000, 22_000))
 

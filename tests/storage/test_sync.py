@@ -588,7 +588,7 @@ def test_killed_syncs_leave_old_or_new(tmp_path: Path) -> None:
     kill_syncs(tmp_path, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_killed_syncs_leave_old_or_new(tmp_path: Path) -> None:
     kill_syncs(tmp_path, 40)
 
