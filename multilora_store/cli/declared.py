@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]  # its stubs are another distribution
+from omegaconf._utils import get_yaml_loader
 
 from multilora_store.cli.schema import AdapterEntry
 from multilora_store.errors import ManifestError, UsageError
@@ -65,10 +66,19 @@ def _names_in(file: Path, choice: str) -> list[str]:
 
 
 def _load(file: Path) -> Any:
+    """The file's content, by OmegaConf's own loader: a key that stands twice is an error."""
     try:
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=get_yaml_loader())  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
+    if _holds_itself(content, ()):
+        raise UsageError(f"{file}: an anchor (&name) holds its own alias (*name)", remedy="write the value out")
+    return content
+
+
+def _holds_itself(value: Any, above: tuple[int, ...]) -> bool:
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return id(value) in above or any(_holds_itself(item, (*above, id(value))) for item in inside)
 
 
 def plugin_settings(folders: Sequence[Path], config_name: str) -> tuple[list[str], bool]:

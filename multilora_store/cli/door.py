@@ -149,7 +149,7 @@ def _report(error: BaseException, terminal: Terminal, *, full: bool) -> int:
         return code  # the same words come from the first rank
     if full:
         traceback.print_exception(error)
-    terminal.fail(lines_of(error, terminal.command), document_of(error), code)
+    terminal.fail(lines_of(error, terminal.command), document_of(error, terminal.command), code)
     return code
 
 

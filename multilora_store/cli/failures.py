@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs are another distribution
 
 from multilora_store.cli.options import options_of
 from multilora_store.cli.schema import SCHEMAS, AdapterEntry
@@ -40,6 +41,8 @@ def lines_of(error: BaseException, command: str = "") -> list[str]:
     """What, why and remedy, one line each."""
     if isinstance(error, MultiLoRAError):
         return [" ".join(line.split()) for line in (error.what, error.why, error.remedy) if line]
+    if isinstance(error, YAMLError):
+        return [f"a config is not YAML: {' '.join(str(error).split())}"]
     if _from_configuration(error):
         return _hydra_lines(error, command)
     if isinstance(error, KeyboardInterrupt):
@@ -51,13 +54,13 @@ def lines_of(error: BaseException, command: str = "") -> list[str]:
     ]
 
 
-def document_of(error: BaseException) -> dict[str, Any]:
+def document_of(error: BaseException, command: str = "") -> dict[str, Any]:
     """The error for `output=json`: type, what, why, remedy, facts."""
     if isinstance(error, MultiLoRAError):
         parts = {"what": error.what, "why": error.why, "remedy": error.remedy}
         facts = {key: _plain(value) for key, value in error.facts.items()}
         return {"type": type(error).__name__, **parts, "facts": facts}
-    what, *rest = lines_of(error)
+    what, *rest = lines_of(error, command)
     return {"type": type(error).__name__, "what": what, "why": " ".join(rest), "remedy": "", "facts": {}}
 
 
@@ -71,7 +74,7 @@ def _plain(value: Any) -> Any:
 
 def _from_configuration(error: BaseException) -> bool:
     """Whether Hydra or OmegaConf raised it; a stray TypeError counts when it comes out of their modules."""
-    if isinstance(error, (HydraException, OmegaConfBaseException)):
+    if isinstance(error, (HydraException, OmegaConfBaseException, YAMLError)):
         return True
     if not isinstance(error, (TypeError, ValueError, AttributeError)):
         return False
@@ -87,12 +90,13 @@ def _hydra_lines(error: BaseException, command: str) -> list[str]:
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    first, inner = _first_line(error), _first_line(chain[-1])
+    known = [link for link in chain if isinstance(link, (HydraException, OmegaConfBaseException))]
+    first, inner = _first_line(error), _first_line((known or chain)[-1])  # below them a bare KeyError may lie
     lines = [first] if inner in first else [first, inner]
     listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
     if listed:
         lines.append("valid: " + ", ".join(sorted(listed[1].split())))
-    lines += _near_misses(first, inner, command)
+    lines += _near_misses(first, inner, command) + _valid_values(inner)
     return [" ".join(line.split()) for line in lines if line]
 
 
@@ -110,6 +114,13 @@ def _near_misses(first: str, inner: str, command: str) -> list[str]:
     if known and known[1] == AdapterEntry.__name__:
         return [f"fields of an adapter: {', '.join(AdapterEntry.__dataclass_fields__)}"]
     return [f"see {command} --help"]
+
+
+def _valid_values(inner: str) -> list[str]:
+    """What would do where OmegaConf tells only of its types."""
+    if f"not a subclass of {AdapterEntry.__name__}" not in inner:
+        return []
+    return ["an adapter is a mapping of fields, e.g. '+adapters={a: {source: a@best}}'"]
 
 
 def _first_line(error: BaseException) -> str:

@@ -50,14 +50,16 @@ def _overview() -> str:
 
 
 def _command(command: Command, registry: Registry, overrides: list[str], folders: tuple[Path, ...]) -> str:
-    words = "".join(f" [{word.upper()}]" for word in command.words)
+    options = options_of(command.schema)
+    required = {option.key for option in options if option.default == "required"}
+    words = "".join(f" {word.upper()}" if word in required else f" [{word.upper()}]" for word in command.words)
     lines = [f"{command.name}: {command.summary}", "", "examples:"]
     lines += [
         f"  {example}" if example.startswith("vllm") else f"  {_PROGRAM} {example}" for example in command.examples
     ]
     lines += ["", f"usage: {_PROGRAM} {command.name}{words} [key=value ...] [flags]", "", "options:"]
-    lines += _options(options_of(command.schema))
-    if hasattr(command.schema, "adapters") or "adapters" in command.schema.__dataclass_fields__:
+    lines += _options(options)
+    if any((option.key, option.type) == ("adapters", "mapping") for option in options):
         lines += ["", "each adapter (adapters.NAME.FIELD=...):", *_options(options_of(AdapterEntry))]
     groups = _choices(command, registry, folders)
     if groups:

@@ -28,7 +28,7 @@ def started_ranks(*, sharded: bool, device: str | None) -> Iterator[tuple[Ranks,
     A single process that shards becomes a group of one.
 
     Raises:
-        UsageError: a CUDA device that this torch cannot see.
+        UsageError: a device that torch does not know, or a CUDA device that it cannot see.
     """
     import torch
     import torch.distributed as dist
@@ -37,6 +37,10 @@ def started_ranks(*, sharded: bool, device: str | None) -> Iterator[tuple[Ranks,
     from multilora_store.distributed.agreement import world
 
     chosen = device or ("cuda" if sharded and torch.cuda.is_available() else "cpu")
+    try:
+        torch.device(chosen)
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {chosen!r}", remedy="e.g. cpu, cuda, cuda:1, meta") from error
     on_cuda = chosen.startswith("cuda")
     if on_cuda and not torch.cuda.is_available():
         raise UsageError(f"device={chosen}: this torch sees no CUDA device", remedy="device=cpu")

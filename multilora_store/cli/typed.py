@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from multilora_store.cli.catalogue import Command
 from multilora_store.cli.schema import Common
-from multilora_store.errors import UsageError
+from multilora_store.errors import UsageError, choices
 
 __all__ = ["plain", "typed"]
 
@@ -19,7 +19,8 @@ def typed(command: Command, cfg: DictConfig) -> Common:
     """The options of `command`.
 
     Raises:
-        UsageError: a value that must be given is not, or something asks to be instantiated.
+        UsageError: a value that must be given is not, an option that there is none of, or something that asks to
+            be instantiated.
     """
     for key in _targets(cfg):
         raise UsageError(
@@ -28,6 +29,13 @@ def typed(command: Command, cfg: DictConfig) -> Common:
             key=key,
         )
     merged = OmegaConf.merge(OmegaConf.structured(command.schema), cfg)
+    for key, valid in _strangers(merged, command.schema):
+        raise UsageError(
+            f"{command.name} has no option {key}",
+            why="a '+' adds a key whether or not anything reads it",
+            remedy=choices(key.rpartition(".")[2], valid, noun="option"),
+            key=key,
+        )
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
         raise UsageError(
@@ -38,6 +46,16 @@ def typed(command: Command, cfg: DictConfig) -> Common:
     options = OmegaConf.to_object(merged)
     assert isinstance(options, Common), "a structured config becomes its class"
     return options
+
+
+def _strangers(node: DictConfig | ListConfig, schema: type, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Keys below `node` that its dataclass does not have, each with those it has."""
+    fields = get_type_hints(schema)
+    for key in map(str, node):
+        if key not in fields:
+            yield f"{path}{key}", sorted(fields)
+        elif is_dataclass(fields[key]) and isinstance(child := node._get_node(key), DictConfig):
+            yield from _strangers(child, fields[key], f"{path}{key}.")
 
 
 def plain(value: Any) -> dict[str, Any] | None:

@@ -116,3 +116,25 @@ def test_every_command_has_a_primary_config_and_every_config_a_command() -> None
     from multilora_store.cli.sources import conf_folder
 
     assert {path.stem for path in conf_folder().glob("*.yaml")} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a:\n  source: /x\n  source: /y\n", "duplicate key source"),
+        ("a: &me\n  source: /x\n  config: *me\n", "holds its own alias"),
+    ],
+)
+def test_yaml_that_cannot_be_meant_is_a_usage_error(
+    run: Run, configs: Callable[..., Path], text: str, found: str
+) -> None:
+    result = run(f"assemble --config-dir {configs(adapters__a=text)} +adapters=a")
+    assert result.code == 2
+    assert found in result.err
+    assert "not an error that was foreseen" not in result.err
+
+
+def test_a_primary_config_with_a_key_twice(run: Run, configs: Callable[..., Path]) -> None:
+    folder = configs(mine="defaults:\n  - assemble\n  - _self_\nseed: 7\nseed: 8\n")
+    result = run(f"assemble --config-dir {folder} --config-name mine")
+    assert (result.code, "duplicate key seed" in result.err) == (2, True), result.err

@@ -206,3 +206,24 @@ def test_the_empty_manifest(run: Run) -> None:
 def test_prepare_leaves_what_needs_no_help() -> None:
     words = ["+adapters=[a,b]", "store.url=/x", "output=json", "~store"]
     assert prepare(words, text_keys={"store.url"}, multirun=False) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("list +foo=1", "list has no option foo"),
+        ("list +store.uri=/x", "list has no option store.uri"),
+        ("assemble '+adapters=[a]' +shard.backends=fsdp2 base=demo", "no option shard.backends"),
+        ("list output=xml", "expected one of [table, json]"),
+        ("assemble '+adapters={x: 3}'", "an adapter is a mapping of fields"),
+        ("assemble '+adapters=[a]' base=demo store=demo device=gpu9", "unknown device 'gpu9'"),
+        (
+            "assemble '+adapters=[a]' base=demo store=demo lock=nowhere/set.json",
+            "lock=nowhere/set.json cannot be written",
+        ),
+    ],
+)
+def test_what_nothing_reads_or_nobody_can_do_is_a_usage_error(run: Run, line: str, told: str) -> None:
+    result = run(line)
+    assert result.code == 2, result
+    assert told in result.err

@@ -42,10 +42,19 @@ def run(options: AssembleOptions, terminal: Terminal) -> Outcome:
         text = ranks.from_first("resolve the set", lambda: locked(options, store).to_json())
         lock = Lock.from_json(text)
         if options.lock is not None and ranks.first:
-            Path(local_path(options.lock)).write_text(text, encoding="utf-8")
+            _write_lock(options.lock, text)
         if options.dry_run:
             return _intentions(lock, store)
         return _assembled(options, terminal, ranks, lock, store, device)
+
+
+def _write_lock(file: str, text: str) -> None:
+    try:
+        Path(local_path(file)).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"lock={file} cannot be written: {error.strerror}", remedy="name a file in a folder that is there"
+        ) from error
 
 
 def _check(options: AssembleOptions) -> None:

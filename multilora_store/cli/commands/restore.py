@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from multilora_store.adapter import Ref
 from multilora_store.cli.commands.export import export_one
@@ -13,6 +14,9 @@ from multilora_store.cli.stores import local_path, opened_store
 from multilora_store.cli.terminal import Terminal
 from multilora_store.errors import UsageError
 from multilora_store.manifest import AdapterSpec, Lock, LockEntry
+
+if TYPE_CHECKING:
+    from multilora_store.storage.diff import StateDiff
 
 __all__ = ["run"]
 
@@ -76,14 +80,22 @@ def _state_of(to: str, options: RestoreOptions, terminal: Terminal) -> Outcome:
     diff = report.diff
     found = {"diff": diff.to_json(), "seq": report.seq, "dry_run": report.dry_run}
     verb = "would be" if options.dry_run else "is"
-    lines = [
-        f"{name}: latest {_arrow(change.latest)}" for name, change in report.diff.adapters.items() if change.latest
-    ]
-    lines += [f"snapshot {name} back" for name in report.diff.taken] + [
-        f"snapshot {x} gone" for x in report.diff.dropped
-    ]
+    lines = _differences(diff)
     view = [*(lines or ["nothing differs"]), f"the state of {to} {verb} the present one"]
     return Outcome(document={"store": store.url, **jsonable(found)}, view=view)
+
+
+def _differences(diff: StateDiff) -> list[str]:
+    """One line for every latest version, tag, version and snapshot that is not what it was."""
+    lines: list[str] = []
+    for name, change in diff.adapters.items():
+        if change.latest:
+            lines.append(f"{name}: latest {_arrow(change.latest)}")
+        lines += [f"{name}: tag {tag} {_arrow(pair)}" for tag, pair in change.tags.items()]
+        lines += [f"{name}@{short(version)} back" for version in change.put]
+        lines += [f"{name}@{short(version)} gone" for version in change.gone]
+    lines += [f"snapshot {name} back" for name in diff.taken]
+    return [*lines, *(f"snapshot {name} gone" for name in diff.dropped)]
 
 
 def _arrow(pair: tuple[str | None, str | None]) -> str:

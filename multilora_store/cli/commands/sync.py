@@ -28,12 +28,12 @@ def run(options: SyncOptions, terminal: Terminal) -> Outcome:
             progress=progress,
         )
     found = report.to_json()
-    verb = "would copy" if report.dry_run else "copied"
     if report.unchanged:
         return Outcome(document=found, view=[f"{report.target}: up to date with {report.source}"])
     view = [f"+ {name}" for name in found["versions"]] + [f"+ snapshot {name}" for name in found["snapshots"]]
     view += [f"+ {name}" for name in found["tags"]] + [f"- {name}" for name in (*found["untagged"], *found["deleted"])]
     view += [f"- snapshot {name}" for name in found["dropped"]]
     view += [f"diverged: {name}" for name in found["diverged"]]
-    view.append(f"{verb} {report.files} files, {bytes_in_words(report.nbytes)}, in {report.seconds:.1f} s")
+    amount = f"{report.files} files, {bytes_in_words(report.nbytes)}"
+    view.append(f"would copy {amount}" if report.dry_run else f"copied {amount}, in {report.seconds:.1f} s")
     return Outcome(document=found, view=view)
