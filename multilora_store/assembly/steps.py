@@ -22,7 +22,7 @@ from multilora_store.assembly.configs import lora_config
 from multilora_store.assembly.coverage import compare, renamed
 from multilora_store.assembly.fingerprint import BaseIdentity, identify, same_base
 from multilora_store.assembly.fresh import fill_fresh
-from multilora_store.assembly.resolve import Stores, read_source, resolve_manifest
+from multilora_store.assembly.resolve import Stores, folder_digest, read_source, resolve_manifest
 from multilora_store.assembly.work import Adapter, Assembly
 from multilora_store.errors import BaseMismatchError, CoverageError, DamagedError, UsageError
 from multilora_store.manifest import Lock, LockEntry
@@ -46,15 +46,23 @@ def read(work: Assembly) -> None:
     """Open every adapter: its configuration, and its tensors to be made when they are needed."""
     assert work.lock is not None, "the step `resolve` makes the lock"
     stores = Stores(work.store)
-    work.adapters = [_read(entry, stores, work.registry) for entry in work.lock]
+    work.adapters = [_read(entry, stores, work.registry, given=work.manifest is work.lock) for entry in work.lock]
 
 
-def _read(entry: LockEntry, stores: Stores, registry: Registry) -> Adapter:
+def _read(entry: LockEntry, stores: Stores, registry: Registry, *, given: bool) -> Adapter:
+    # `given`: the lock was made at another time, so that what it names may have changed since.
     spec = entry.spec
     if entry.fresh:
         return Adapter(spec=spec, config=spec.adapter_config())
     if entry.version is None:
         folder = read_source(spec.source, registry)
+        if given and folder_digest(folder) != entry.digest:
+            raise DamagedError(
+                f"adapter {spec.name!r}: {spec.source} has another content than was locked",
+                why="a plain folder can be written over, and the lock names what was in it",
+                remedy="put the former files back, or lock the set again",
+                name=spec.name,
+            )
         tensors = _canonical(folder.tensors)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         return Adapter(spec=spec, config=folder.config, tensors=tensors, shapes=shapes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,18 +13,20 @@ from torch import nn
 from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly import BaseIdentity, assemble, base_fingerprint
 from multilora_store.assembly.bridge import adapter_names, record
+from multilora_store.assembly.resolve import resolve_manifest
 from multilora_store.assembly.steps import Assembly
 from multilora_store.errors import (
     BaseMismatchError,
     ConfigError,
     CoverageError,
+    DamagedError,
     ManifestError,
     MultiLoRAError,
     PluginError,
     UnsupportedError,
     UsageError,
 )
-from multilora_store.storage import Store
+from multilora_store.storage import Store, export_adapter
 from tests.assembly.conftest import Mixture, Put, Toy, made_by_peft, seeded
 from tests.assembly.test_equals_peft import QV, Q
 
@@ -285,3 +288,19 @@ def test_a_base_or_device_that_is_none_is_named() -> None:
         assemble(None, {"a": entry})  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="unknown device 'gpu9'"):
         assemble(seeded(Toy), {"a": entry}, device="gpu9")
+
+
+def test_a_folder_that_changed_since_it_was_locked_is_refused(store: Store, put: Put, tmp_path: Path) -> None:
+    put(a=Q)
+    folder = Path(export_adapter(store, "a", tmp_path / "a"))
+    lock = resolve_manifest({"x": {"source": str(folder)}}, store)
+    assert adapter_names(assemble(seeded(Toy), lock)) == ("x",)
+    file = folder / "adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    base = seeded(Toy)
+    before = anatomy(base)
+    with pytest.raises(DamagedError, match="another content than was locked"):
+        assemble(base, lock)
+    assert anatomy(base) == before
