@@ -91,6 +91,12 @@ def test_help_shows_the_parameters_of_a_chosen_plugin(run: Run) -> None:
     assert "ties" in run("merge --help").out
 
 
+def test_help_brackets_only_words_that_may_be_left_out(run: Run) -> None:
+    assert "usage: multilora-store import SOURCE [NAME] [key=value ...]" in run("import --help").out
+    assert "each adapter" in run("merge --help").out
+    assert "each adapter" not in run("restore --help").out, "its adapters= is a list of patterns"
+
+
 def test_help_imports_no_torch_and_is_quick(here: Path) -> None:
     code = (
         "import sys; from multilora_store.cli import main; rc = [main([*v, '--help']) for v in ([], ['assemble'])];"
