@@ -192,13 +192,19 @@ def _missing(
             why=f"none of them is in {store.url}",
             remedy="a source is a version of a store, a path or a URL, never another entry of the manifest",
         )
+    facts = {"name": spec.name, "configured": sorted(known), "stored": sorted(names)}
+    if Ref.parse(spec.source).name in known:
+        return NotInStoreError(
+            f"adapter {spec.name!r} is declared, but the store {store.url} does not hold {spec.source!r}",
+            why=f"store: {', '.join(sorted(names)) or 'none'}",
+            remedy="import it, name a path as its source, or set if_missing=init with a config",
+            **facts,
+        )
     return NotInStoreError(
         f"adapter {spec.name!r}: {spec.source!r} is in neither the configuration nor the store {store.url}",
         why=f"configuration: {', '.join(sorted(known)) or 'none'}; store: {', '.join(sorted(names)) or 'none'}",
         remedy=choices(Ref.parse(spec.source).name, {*known, *names}, noun="adapter"),
-        name=spec.name,
-        configured=sorted(known),
-        stored=sorted(names),
+        **facts,
     )
 
 

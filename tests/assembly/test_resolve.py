@@ -69,6 +69,13 @@ def test_found_nowhere_shows_both_lists(filled: Store) -> None:
         resolve_manifest({"a": "a@worst"}, filled)
 
 
+def test_what_is_declared_and_not_stored_is_no_misspelling(filled: Store) -> None:
+    """The entry exists: the remedy is to bring the adapter, not to look for another name."""
+    with pytest.raises(NotInStoreError, match="is declared, but the store .* does not hold 'aa'") as caught:
+        resolve_manifest({"aa": None}, filled, known=["aa"])
+    assert "if_missing=init" in caught.value.remedy
+
+
 def test_sources_in_a_circle(filled: Store) -> None:
     with pytest.raises(ManifestError, match="in a circle: x -> z -> x"):
         resolve_manifest({"x": "z", "z": "x"}, filled)
