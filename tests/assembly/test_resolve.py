@@ -71,7 +71,7 @@ def test_found_nowhere_shows_both_lists(filled: Store) -> None:
 
 def test_what_is_declared_and_not_stored_is_no_misspelling(filled: Store) -> None:
     """The entry exists: the remedy is to bring the adapter, not to look for another name."""
-    with pytest.raises(NotInStoreError, match="is declared, but the store .* does not hold 'aa'") as caught:
+    with pytest.raises(NotInStoreError, match=r"is declared, but the store .* does not hold 'aa'") as caught:
         resolve_manifest({"aa": None}, filled, known=["aa"])
     assert "if_missing=init" in caught.value.remedy
 
