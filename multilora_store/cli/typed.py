@@ -29,6 +29,7 @@ def typed(command: Command, cfg: DictConfig) -> Common:
             key=key,
         )
     merged = OmegaConf.merge(OmegaConf.structured(command.schema), cfg)
+    assert isinstance(merged, DictConfig), "two mappings merge into one"
     for key, valid in _strangers(merged, command.schema):
         raise UsageError(
             f"{command.name} has no option {key}",
@@ -48,7 +49,7 @@ def typed(command: Command, cfg: DictConfig) -> Common:
     return options
 
 
-def _strangers(node: DictConfig | ListConfig, schema: type, path: str = "") -> Iterator[tuple[str, list[str]]]:
+def _strangers(node: DictConfig, schema: type, path: str = "") -> Iterator[tuple[str, list[str]]]:
     """Keys below `node` that its dataclass does not have, each with those it has."""
     fields = get_type_hints(schema)
     for key in map(str, node):
