@@ -22,7 +22,7 @@ from multilora_store.assembly.bridge import (
     trainable_adapters,
 )
 from multilora_store.assembly.resolve import resolve_manifest
-from multilora_store.errors import ManifestError, UnsupportedError
+from multilora_store.errors import ConfigError, ManifestError, UnsupportedError
 from multilora_store.manifest import Lock
 from multilora_store.storage import Store
 from tests.assembly.conftest import Convolutions, Mixture, Put, Toy, made_by_peft, seeded
@@ -53,6 +53,17 @@ def test_dtypes_are_as_stored_for_every_adapter_alike(toy: Toy, store: Store) ->
         for name, dtype in {"a": torch.float16, "b": torch.bfloat16, "c": torch.float32}.items():
             assert {value.dtype for value in adapter_parameters(model, name).values()} == {dtype}
         model(toy.example())
+
+
+def test_fields_of_a_newer_peft_are_kept_and_told_for_what_is_stored_and_refused_for_what_is_new(store: Store) -> None:
+    """A stored adapter is what its tensors are; one that is yet to be made would lose what the field meant."""
+    config, tensors = made_by_peft(seeded(Toy), QV, 1)
+    store.put("a", tensors, config.replace(hyper_rank_schedule="cosine"))
+    model = assemble(seeded(Toy), {"a": {}}, store=store)
+    assert any("hyper_rank_schedule" in note for note in record(model).notes)
+    assert store.get("a").config.raw["hyper_rank_schedule"] == "cosine"
+    with pytest.raises(ConfigError, match="has no field 'hyper_rank_schedule'"):
+        assemble(seeded(Toy), {"b": fresh(hyper_rank_schedule="cosine")})
 
 
 def test_one_dtype_for_the_set_or_one_per_entry(toy: Toy, store: Store) -> None:

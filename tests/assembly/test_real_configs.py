@@ -11,6 +11,7 @@ from peft import PeftConfig, get_peft_model
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig
+from multilora_store.adapter.fields import LORA_FIELDS
 from multilora_store.assembly import assemble
 from multilora_store.assembly.bridge import adapter_parameters
 from multilora_store.errors import ConfigError, MultiLoRAError, UnsupportedError
@@ -92,8 +93,9 @@ def test_targets_are_peft_own_or_it_is_refused(name: str, shared: Path, zoo: nn.
 def _assembled(path: Path, zoo: nn.Module) -> nn.Module:
     """On meta, with tensors of the shapes that the model asks for: the configuration alone is under test."""
     config = AdapterConfig.parse(path.read_bytes(), where=path.name)
-    fields = {key: value for key, value in config.raw.items() if value is not None}
-    # What is stored may have idle patterns and any initialisation; a fresh adapter would be refused for these.
+    # What is stored may have unknown fields, idle patterns, any initialisation; a fresh adapter is refused for these.
+    known = LORA_FIELDS if config.peft_type == "LORA" else set(config.raw)
+    fields = {key: value for key, value in config.raw.items() if value is not None and key in known}
     fields["init_lora_weights"] = config.raw.get("init_lora_weights", True) if "eva" not in path.stem else True
     with torch.device("meta"):
         base = Zoo()
