@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -53,15 +53,14 @@ def real_base_folder(shared: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def heldout_losses(shared: Path, real_base_folder: Path) -> Callable[[Any], tuple[float, float, float]]:
-    """`heldout_losses(model)`: nats per token on each of `TEXTS`."""
+def heldout_losses(shared: Path, real_base_folder: Path) -> Callable[..., tuple[float, ...]]:
+    """`heldout_losses(model, texts)`: nats per token on each of `texts`, all if not given."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(real_base_folder, local_files_only=True)
     measure = _recipe(shared, "losses").heldout_loss
 
-    def losses(model: Any) -> tuple[float, float, float]:
-        first, second, third = (measure(model, tokenizer, name) for name in TEXTS)
-        return first, second, third
+    def losses(model: Any, texts: Sequence[str] = TEXTS) -> tuple[float, ...]:
+        return tuple(measure(model, tokenizer, name) for name in texts)
 
     return losses
