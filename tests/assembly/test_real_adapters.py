@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -46,7 +45,7 @@ def test_losses_are_those_of_plain_peft(
         for active, expected in EXPECTED_LOSSES.items():
             set_active(model, dict.fromkeys(active, 1.0))
             texts = TEXTS if whole_table else active or ("safety",)
-            wanted = [expected[TEXTS.index(text)] for text in texts]
+            wanted = tuple(expected[TEXTS.index(text)] for text in texts)
             assert heldout_losses(model, texts) == pytest.approx(wanted, abs=1e-3), active
     finally:
         torch.set_num_threads(threads)
