@@ -95,3 +95,4 @@ def refused(way: str) -> None:
 if __name__ == "__main__":
     found = train(sys.argv[1], "ours", sys.argv[2])
     torch.save(found, f"{sys.argv[1]}/{sys.argv[2]}-{os.environ['RANK']}.pt")
+    torch.distributed.destroy_process_group()  # gloo's threads must not outlive the interpreter: it aborts now and then
