@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from multilora_store.assembly.bridge.record import carrier
 from multilora_store.assembly.bridge.unwrap import unwrap
 from multilora_store.assembly.fingerprint import BaseIdentity
 from multilora_store.assembly.rollback import untouched_on_failure
@@ -22,6 +23,7 @@ from multilora_store.plugins import Registry, default_registry
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["assemble", "default_assembler"]
 
@@ -42,6 +44,7 @@ def assemble(
     identity: BaseIdentity | None = None,
     allow_base_mismatch: bool = False,
     registry: Registry | None = None,
+    progress: Listener | None = None,
 ) -> PeftModel:
     """Build the model that carries every adapter of a set, in the manifest's order, before any wrap.
 
@@ -51,7 +54,8 @@ def assemble(
     (train or eval) nor the global random state moves.
 
     Args:
-        base: Any module, a Hugging Face model, or a PeftModel.
+        base: Any module, a Hugging Face model, or a PeftModel. A base that an earlier assembly has put adapters on
+            stands for the PeftModel around it.
         adapters: Name -> source, fields or `AdapterSpec`; a manifest; a lock.
         store: The store of entries that name none, or its URL.
         dtype: One dtype for every adapter; None: as each entry says, else as stored.
@@ -64,12 +68,14 @@ def assemble(
         identity: The base's name and revision, where it does not tell them itself.
         allow_base_mismatch: Take adapters that were made for another base.
         registry: Where plugins are looked up; the default one if None.
+        progress: Called after each adapter that is loaded.
 
     Returns:
         The PeftModel; `bridge.record(model)` tells what it carries.
 
     Raises:
-        UsageError: the base is no module, the device is none that torch knows.
+        UsageError: the base is no module, or carries adapters outside a PeftModel; the device is none that torch
+            knows.
         ManifestError: the declaration is wrong.
         NotInStoreError: an adapter that is found nowhere.
         UnsupportedError: a kind of adapter or a combination that is refused; nothing was touched.
@@ -84,7 +90,7 @@ def assemble(
     if len(adapters) == 0:
         raise ManifestError("the manifest is empty", remedy="choose adapters, e.g. +adapters=[a,b]")
     work = Assembly(
-        base=base,
+        base=carrier(base),
         manifest=adapters,
         store=_store(store),
         dtype=_dtype(dtype),
@@ -94,6 +100,7 @@ def assemble(
         identity=identity,
         allow_base_mismatch=allow_base_mismatch,
         registry=plugins,
+        progress=progress,
     )
     chosen = plugins.get("assembler", assembler).load() if isinstance(assembler, str) else assembler
     model = chosen(work, arrange(steps or {}, plugins))

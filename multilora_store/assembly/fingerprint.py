@@ -13,9 +13,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 
+from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly.bridge.unwrap import unwrap
+from multilora_store.errors import BaseMismatchError
 
-__all__ = ["BaseIdentity", "base_fingerprint", "identify", "same_base"]
+__all__ = ["BaseIdentity", "base_fingerprint", "base_mismatch", "identify", "same_base"]
 
 _SAMPLES: Final = 4
 _SHARDED: Final = "_fsdp_wrapped_module"
@@ -79,6 +81,31 @@ def same_base(one: str, other: str) -> bool:
     if not layout or not other_layout:
         return True
     return layout == other_layout and (not values or not other_values or values == other_values)
+
+
+def base_mismatch(
+    name: str, config: AdapterConfig, made_for: BaseIdentity, here: BaseIdentity
+) -> BaseMismatchError | None:
+    """The error that adapter `name`, made for one base, deserves on another; None if both can be one base.
+
+    Fingerprints decide; a revision counts where none was recorded, a mere name never does.
+    """
+    revision = made_for.revision or config.raw.get("revision")
+    if not same_base(here.fingerprint, made_for.fingerprint):
+        fault = f"fingerprint {made_for.fingerprint}, this base has {here.fingerprint}"
+    elif not made_for.fingerprint and revision and here.revision and revision != here.revision:
+        fault = f"revision {revision}, this base is {here.revision}"
+    else:
+        return None
+    called = made_for.name or config.base_model
+    return BaseMismatchError(
+        f"adapter {name!r} was made for another base: {fault}",
+        why=f"made for {called or 'a base without a name'}, this is {here.name or 'a base without a name'}",
+        remedy="give the right base, or pass allow_base_mismatch=true if you know better",
+        name=name,
+        expected=made_for,
+        found=here,
+    )
 
 
 def identify(model: nn.Module, *, name: str | None = None, revision: str | None = None) -> BaseIdentity:

@@ -20,13 +20,14 @@ from multilora_store.assembly.bridge.tensors import Slot, slots
 from multilora_store.assembly.bridge.unwrap import innermost, unwrap
 from multilora_store.assembly.configs import lora_config
 from multilora_store.assembly.coverage import compare, renamed
-from multilora_store.assembly.fingerprint import BaseIdentity, identify, same_base
+from multilora_store.assembly.fingerprint import BaseIdentity, base_mismatch, identify
 from multilora_store.assembly.fresh import fill_fresh
 from multilora_store.assembly.resolve import Stores, folder_digest, read_source, resolve_manifest
 from multilora_store.assembly.work import Adapter, Assembly
-from multilora_store.errors import BaseMismatchError, CoverageError, DamagedError, UsageError
+from multilora_store.errors import CoverageError, DamagedError, UsageError
 from multilora_store.manifest import Lock, LockEntry
 from multilora_store.plugins import Registry
+from multilora_store.storage.progress import Meter
 
 __all__ = ["STEPS", "Adapter", "Assembly", "Step"]
 
@@ -123,29 +124,15 @@ def check(work: Assembly) -> None:
 def _check_base(work: Assembly, adapter: Adapter) -> None:
     assert work.identity is not None
     here, made_for = work.identity, adapter.base
-    revision = made_for.revision or adapter.config.raw.get("revision")
-    faults = []
-    if not same_base(here.fingerprint, made_for.fingerprint):
-        faults.append(f"fingerprint {made_for.fingerprint}, this base has {here.fingerprint}")
-    elif not made_for.fingerprint and revision and here.revision and revision != here.revision:
-        faults.append(f"revision {revision}, this base is {here.revision}")
+    error = base_mismatch(adapter.name, adapter.config, made_for, here)
+    if error is not None and not work.allow_base_mismatch:
+        raise error
+    if error is not None:
+        work.notes.append(error.what)
+        return
     name = made_for.name or adapter.config.base_model
-    if not faults:
-        if not made_for.fingerprint and name and here.name and _last(name) != _last(here.name):
-            work.notes.append(f"adapter {adapter.name!r} was made for {name}; this base calls itself {here.name}")
-        return
-    told = f"adapter {adapter.name!r} was made for another base: {faults[0]}"
-    if work.allow_base_mismatch:
-        work.notes.append(told)
-        return
-    raise BaseMismatchError(
-        told,
-        why=f"made for {name or 'a base without a name'}, this is {here.name or 'a base without a name'}",
-        remedy="give the right base, or pass allow_base_mismatch=true if you know better",
-        name=adapter.name,
-        expected=made_for,
-        found=here,
-    )
+    if not made_for.fingerprint and name and here.name and _last(name) != _last(here.name):
+        work.notes.append(f"adapter {adapter.name!r} was made for {name}; this base calls itself {here.name}")
 
 
 def _last(name: str) -> str:
@@ -260,6 +247,8 @@ def load(work: Assembly) -> None:
         return
     sites = record(work.peft).sites
     devices: dict[str, torch.device] = {}
+    sizes = {adapter.name: sum(slot.tensor.nbytes for slot in adapter.slots) for adapter in work.adapters}
+    meter = Meter(work.progress, files=len(sizes), nbytes=sum(sizes.values()))
     for adapter in work.adapters:
         assert adapter.joining is not None
         dtype = work.dtype or _torch_dtype(adapter.spec.dtype)
@@ -271,6 +260,7 @@ def load(work: Assembly) -> None:
             path = slot.site.path
             device = work.device or devices.get(path) or devices.setdefault(path, slot.device)
             _lay(slot, source, device, _dtype_for(slot, source, dtype, work), own=adapter.spec.trainable)
+        meter.add(sizes[adapter.name])
 
 
 def _lay(slot: Slot, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, own: bool) -> None:

@@ -19,6 +19,7 @@ from multilora_store.plugins import Registry
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["Adapter", "Assembly"]
 
@@ -70,6 +71,7 @@ class Assembly:
         identity: What the base calls itself; read from it if None.
         allow_base_mismatch: Whether adapters made for another base are taken all the same.
         registry: Where plugins are looked up.
+        progress: Told after each adapter that is loaded.
         lock: The manifest with versions (by `resolve`).
         adapters: The adapters, in order (by `read`).
         model: The model (by `inject`).
@@ -86,6 +88,7 @@ class Assembly:
     identity: BaseIdentity | None
     allow_base_mismatch: bool
     registry: Registry
+    progress: Listener | None = None
     lock: Lock | None = None
     adapters: list[Adapter] = field(default_factory=list)
     model: PeftModel | None = None

@@ -20,6 +20,7 @@ from multilora_store.assembly.bridge import (
     set_trainable,
     trainable_adapters,
 )
+from multilora_store.assembly.fingerprint import BaseIdentity
 from multilora_store.assembly.live import eject_adapter, inject_adapter
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.guards import unguarded
@@ -48,6 +49,7 @@ def attach(
     weight: float | None = None,
     trainable: bool = False,
     seed: int = 0,
+    allow_base_mismatch: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Adds one adapter to a live model, sharded like the others; the same call on every rank.
@@ -61,6 +63,7 @@ def attach(
         weight: Also activates it with this weight, beside those that are active.
         trainable: Whether it receives gradients.
         seed: For a fresh adapter.
+        allow_base_mismatch: Take it even if it was made for another base.
         optimizer: Gets a parameter group for it if it is trainable, with the options of the last group.
 
     Raises:
@@ -77,7 +80,8 @@ def attach(
     opened = ranks.together("attach", lambda: _read(source, store) if source is not None and ranks.first else None)
     found, version = ranks.from_first("attach", lambda: _told(name, opened, config))
     before = _states(model)
-    ranks.together("attach", lambda: _inject(model, name, found, seed))
+    made_for = BaseIdentity.from_mapping(version.base if version is not None else None)
+    ranks.together("attach", lambda: _inject(model, name, found, seed, made_for, allow_base_mismatch))
     _restore_states(model, before)
     if source is not None:
         try:
@@ -205,11 +209,13 @@ def _told(
     return parsed, None
 
 
-def _inject(model: nn.Module, name: str, config: AdapterConfig, seed: int) -> None:
+def _inject(
+    model: nn.Module, name: str, config: AdapterConfig, seed: int, made_for: BaseIdentity, any_base: bool
+) -> None:
     """Injects the adapter, and makes its parts units; undone where that is refused."""
     wrapping = wrapping_of(model)
     with unguarded(model):
-        inject_adapter(model, name, config, seed=seed)
+        inject_adapter(model, name, config, seed=seed, base=made_for, allow_base_mismatch=any_base)
     if wrapping is None:
         return
     plan = plan_units(model, list(wrapping.blocks), [name])

@@ -12,6 +12,7 @@ from torch import nn
 
 from multilora_store.adapter import storage_name
 from multilora_store.assembly.bridge import record, set_active, set_trainable, walk
+from multilora_store.assembly.fingerprint import BaseIdentity, base_mismatch
 from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.exchange import (
@@ -49,6 +50,7 @@ def restore(
     snapshot: str = "latest",
     optimizer: torch.optim.Optimizer | None = None,
     adapters: Iterable[str] | None = None,
+    allow_base_mismatch: bool = False,
     budget: int = BUDGET,
 ) -> Snapshot:
     """Puts the set of a snapshot back into a model of any world size and wrapper; the inverse of `save`.
@@ -62,10 +64,12 @@ def restore(
         snapshot: `latest` or an id.
         optimizer: Built over the adapters that were trained; its state is replaced.
         adapters: Only these, and no flags of others; None: the whole set, which must be the model's.
+        allow_base_mismatch: Take adapters that were made for another base.
         budget: Bytes of adapters that an owner holds at a time.
 
     Raises:
         NotInStoreError: there is no such snapshot.
+        BaseMismatchError: an adapter was saved from another base; nothing was written.
         UsageError: the snapshot's set is not the model's, or it holds no state for this optimizer.
         CoverageError: tensors of a version are not those of the model; nothing was written.
         DisagreementError, RankFailedError: another rank differs or failed; restore again before going on.
@@ -75,7 +79,7 @@ def restore(
     source = ranks.from_first("restore", lambda: _find(store, snapshot))
     held = ranks.together(
         "restore",
-        lambda: _held(model, source, wanted, optimizer),
+        lambda: _held(model, source, wanted, optimizer, allow_base_mismatch),
         facts=lambda held: {
             "snapshot": source.snapshot.id,
             "optimizer": type(optimizer).__name__ if optimizer else None,
@@ -114,7 +118,11 @@ def _find(store: Store, wanted: str) -> _Source:
 
 
 def _held(
-    model: nn.Module, source: _Source, wanted: list[str] | None, optimizer: torch.optim.Optimizer | None
+    model: nn.Module,
+    source: _Source,
+    wanted: list[str] | None,
+    optimizer: torch.optim.Optimizer | None,
+    any_base: bool,
 ) -> dict[str, AdapterLayout]:
     reshard(model)
     names = record(model).names
@@ -131,6 +139,11 @@ def _held(
                 remedy="assemble it (snapshot=...) or attach() it; restore(adapters=[...]) takes a part of the set",
             )
     chosen = tuple(name for name in names if wanted is None or name in wanted)
+    for name in () if any_base else chosen:
+        made_for = BaseIdentity.from_mapping(source.versions[name].base)
+        error = base_mismatch(name, record(model).member(name).config, made_for, record(model).base)
+        if error is not None:
+            raise error
     if _materialize(model, chosen) and optimizer is not None:
         raise UsageError(
             "the optimizer was built over adapters on the meta device",

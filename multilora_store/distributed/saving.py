@@ -26,6 +26,7 @@ from multilora_store.distributed.random import RANDOM_FILE, encode_random, rando
 from multilora_store.distributed.sharded import ranks_of, reshard
 from multilora_store.errors import RankFailedError, StoreNotFoundError, UsageError
 from multilora_store.storage import Snapshot, SnapshotDraft, SnapshotMember, StagedPut, Store, Version
+from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
 
@@ -69,6 +70,7 @@ class _Job:
     state: dict[str, Any]
     random: list[dict[str, bytes]]
     known: dict[str, dict[str, Version]]
+    meter: Meter
     delivered: list[Any] = field(default_factory=list)
 
 
@@ -80,13 +82,13 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, tuple[str, str, Version]]] = WeakK
 def save(
     model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[True] = ..., tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
-    extra: Mapping[str, bytes] | None = ..., budget: int = ...,
+    extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
 ) -> Snapshot: ...  # fmt: skip
 @overload
 def save(
     model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[False], tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
-    extra: Mapping[str, bytes] | None = ..., budget: int = ...,
+    extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     model: nn.Module,
@@ -99,6 +101,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     extra: Mapping[str, bytes] | None = None,
     budget: int = BUDGET,
+    progress: Listener | None = None,
 ) -> Snapshot | SaveHandle:
     """Saves every adapter of the model, whole, with one snapshot, in one commit; the same call on every rank.
 
@@ -114,6 +117,7 @@ def save(
         metadata: Recorded in the snapshot.
         extra: Files of the trainer's own (scheduler, data position), from the first rank, as `extra/<name>`.
         budget: Bytes of adapters that an owner holds at a time.
+        progress: Called after each file of this rank's share that is uploaded.
 
     Returns:
         The snapshot, on every rank; with `blocking=False` a handle whose `result()` is that.
@@ -126,12 +130,12 @@ def save(
     if _in_flight is not None and not _in_flight.told:
         _in_flight.result()
     ranks = ranks_of(model)
-    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra)
+    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra, progress)
     if blocking:
-        for moved in _gathered(ranks, payloads, budget):
+        for moved in _gathered(job, payloads, budget):
             ranks.together("uploading adapters", lambda moved=moved: _deliver(job, moved))  # type: ignore[misc]
         return _finish(model, job, fresh)
-    host = [one for moved in _gathered(ranks, payloads, budget) for one in moved]
+    host = [one for moved in _gathered(job, payloads, budget) for one in moved]
     background = replace(job, ranks=ranks.aside("background save"))
 
     def publish() -> Snapshot:
@@ -151,6 +155,7 @@ def _prepare(
     tags: Sequence[str],
     metadata: Mapping[str, Any] | None,
     extra: Mapping[str, bytes] | None,
+    progress: Listener | None,
 ) -> tuple[_Job, list[Payload], dict[str, str]]:
     """Everything that can be refused is looked at before a byte moves."""
     held = ranks.together(
@@ -190,6 +195,7 @@ def _prepare(
         state={"format": FORMAT, "world": ranks.size, "optimizer": type(optimizer).__name__ if optimizer else None},
         random=ranks.share("random state", random_state()) if optimizer is not None else [],
         known=known,
+        meter=Meter(progress),
     )
     payloads = [_adapter_payload(job, model, held[name]) for name in held if name not in same]
     if optimizer is not None:
@@ -295,12 +301,15 @@ def _optimizer_payload(
     return Payload(f"optimizer/{adapter.name}", list(optimizers.slots(part, adapter, optimizer)), deliver)
 
 
-def _gathered(ranks: Ranks, payloads: Sequence[Payload], budget: int) -> Iterator[Moved]:
+def _gathered(job: _Job, payloads: Sequence[Payload], budget: int) -> Iterator[Moved]:
     """Round by round: the payloads that this rank owns, whole, on the host."""
+    ranks = job.ranks
     by_key = {payload.key: payload for payload in payloads}
     sizes = {key: payload.nbytes for key, payload in by_key.items()}
     owners = assign_owners(sizes, ranks.members)
     me = ranks.members[ranks.rank]
+    mine = [sizes[key] for key, owner in owners.items() if owner == me]
+    job.meter.expect(len(mine), sum(mine))
     for round_ in plan_rounds(owners, sizes, budget):
         items = {
             owner: [_labelled(item, key) for key in keys for item in by_key[key].items]
@@ -331,6 +340,7 @@ def group_of(items: Mapping[int, Sequence[Item]], ranks: Ranks) -> tuple[dist.Pr
 def _deliver(job: _Job, moved: Moved) -> None:
     for payload, whole in moved:
         job.delivered.append(payload.deliver(whole))
+        job.meter.add(payload.nbytes)
 
 
 def _finish(model: nn.Module, job: _Job, fresh: Mapping[str, str]) -> Snapshot:

@@ -133,11 +133,13 @@ def test_mode_and_random_state_do_not_move(training: bool, toy: Toy, put: Put) -
     assert {module.training for module in model.modules()} == {training}
 
 
-def test_a_model_with_adapters_is_added_to(toy: Toy, put: Put) -> None:
+@pytest.mark.parametrize("whole", [True, False], ids=["the PeftModel", "the base inside"])
+def test_a_model_with_adapters_is_added_to(whole: bool, toy: Toy, put: Put) -> None:
     """Case 23: nothing is nested, and the one that is there keeps its flags and its place."""
     store = put(a=Q, b=HEAD, c=QV)
     first = assemble(toy, {"a": {"trainable": True, "weight": 0.5}}, store=store)
-    second = assemble(first, {"b": {"active": False}, "c": {"trainable": True}}, store=store)
+    given = first if whole else innermost(first)
+    second = assemble(given, {"b": {"active": False}, "c": {"trainable": True}}, store=store)
     assert second is first
     assert adapter_names(first) == ("a", "b", "c")
     assert active_adapters(first) == {"a": 0.5, "c": 1.0}

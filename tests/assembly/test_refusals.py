@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig
@@ -223,6 +224,17 @@ def test_a_name_that_is_taken(toy: Toy, put: Put) -> None:
     unchanged(
         model, lambda: assemble(model, {"b": {}, "a": {}}, store=store), UsageError, "already carries an adapter 'a'"
     )
+
+
+def test_adapters_that_are_not_in_a_peft_model(toy: Toy, put: Put) -> None:
+    """A second PeftModel around the same layers would switch off what the first reports as active."""
+    store = put(a=Q, b=Q)
+    model = get_peft_model(toy, LoraConfig(target_modules=["q_proj"]))
+    unchanged(model, lambda: assemble(toy, {"a": {}}, store=store), UsageError, "but not as a PeftModel")
+    assert assemble(model, {"a": {}}, store=store) is model
+    bare = model.unload()
+    model = get_peft_model(bare, LoraConfig(target_modules=["v_proj"]))  # layers that no record knows
+    unchanged(model, lambda: assemble(bare, {"b": {}}, store=store), UsageError, "but not as a PeftModel")
 
 
 @pytest.mark.parametrize("adapters", [{}, None, [], "a"])

@@ -12,7 +12,7 @@ import torch
 import toys
 from launch import results
 
-from multilora_store.errors import MultiLoRAError
+from multilora_store.errors import BaseMismatchError, MultiLoRAError
 
 LATE = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down", "head"], "peft_type": "LORA"}
 
@@ -170,3 +170,26 @@ def test_attach_and_detach_on_a_plain_model() -> None:
     assert active_adapters(model)["late"] == 2.0
     detach(model, "late")
     assert adapter_names(model) == ("a", "b", "c")
+
+
+def test_another_base_is_refused_by_restore_and_attach(tmp_path: Path) -> None:
+    """Case 106: what is checked at assembly is checked whenever adapters are loaded."""
+    from multilora_store.assembly.bridge import adapter_names, adapter_parameters, innermost
+    from multilora_store.distributed import attach, restore, save
+    from multilora_store.storage import open_store
+
+    store = open_store(tmp_path)
+    save(toys.build(), store, step=1)
+    other = toys.build()
+    with torch.no_grad():
+        innermost(other).layers[1].norm.weight.add_(1)
+        for parameter in adapter_parameters(other, "a").values():
+            parameter.zero_()
+    for call in (lambda: restore(other, store), lambda: attach(other, "late", source="a", store=store)):
+        with pytest.raises(BaseMismatchError, match="another base"):
+            call()
+    assert adapter_names(other) == ("a", "b", "c")
+    assert not any(bool(parameter.any()) for parameter in adapter_parameters(other, "a").values())
+    restore(other, store, allow_base_mismatch=True)
+    attach(other, "late", source="a", store=store, allow_base_mismatch=True)
+    assert all(bool(parameter.any()) for parameter in adapter_parameters(other, "a").values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from peft import PeftModel
 from peft.tuners._buffer_dict import BufferDict
@@ -13,16 +14,17 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from multilora_store.adapter import AdapterConfig, module_name, name_from_module
-from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap
+from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap, walk
 from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec
 
 if TYPE_CHECKING:
     from multilora_store.assembly.fingerprint import BaseIdentity
 
-__all__ = ["AssemblyRecord", "Member", "Site", "inside_name", "record", "rescan"]
+__all__ = ["AssemblyRecord", "Member", "Site", "carrier", "inside_name", "record", "rescan"]
 
 _ATTRIBUTE: Final = "_multilora_record"
+_carriers: WeakKeyDictionary[nn.Module, ReferenceType[PeftModel]] = WeakKeyDictionary()  # by the base inside
 # Attributes of the containers that PEFT keys by adapter: an entry of such a name would shadow or clash with them.
 _TAKEN: Final = frozenset(dir(nn.ModuleDict())) | frozenset(dir(nn.ParameterDict()))
 
@@ -155,7 +157,35 @@ def rescan(peft: PeftModel) -> None:
     """Collect the PEFT layers of `peft` anew, after the set has changed."""
     known: AssemblyRecord = peft.__dict__[_ATTRIBUTE]
     known._model = peft
-    known.sites = list(_scan(innermost(peft)))
+    base = innermost(peft)
+    known.sites = list(_scan(base))
+    _carriers[base] = ref(peft)
+
+
+def carrier(base: nn.Module) -> nn.Module:
+    """What adapters are added to when `base` is given: the PeftModel around it if it carries some, else `base`.
+
+    Raises:
+        UsageError: it carries adapters, and the PeftModel that knows them is not to be found.
+    """
+    inside = unwrap(base)
+    if isinstance(inside, PeftModel):
+        return inside
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    layers = {id(module): (path, module) for path, module in walk(inside) if isinstance(module, kinds)}
+    if not layers:
+        return inside
+    known = _carriers.get(inside, lambda: None)()
+    if known is not None and layers.keys() <= {id(site.layer) for site in record(known).sites}:
+        return known
+    path, layer = next(iter(layers.values()))
+    raise UsageError(
+        f"this {type(inside).__name__} already carries adapters, but not as a PeftModel: "
+        f"{path or 'the whole of it'} is a {type(layer).__name__} of PEFT",
+        why="a second PeftModel around it would switch off the adapters that the first one still reports as active",
+        remedy="pass the PeftModel around it to add to its set, or a base without adapters",
+        module=path,
+    )
 
 
 def _follow(peft: PeftModel, found: AssemblyRecord) -> None:
