@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly.bridge.unwrap import unwrap
 from multilora_store.errors import BaseMismatchError
 
-__all__ = ["BaseIdentity", "base_fingerprint", "base_mismatch", "identify", "same_base"]
+__all__ = ["BaseIdentity", "base_fingerprint", "base_mismatch", "identify", "same_base", "sampled_values"]
 
 _SAMPLES: Final = 4
 _SHARDED: Final = "_fsdp_wrapped_module"
@@ -57,21 +57,24 @@ def base_fingerprint(model: nn.Module) -> str:
     layout can be read (flat parameters of FSDP1).
     """
     layout = hashlib.sha256()
-    samples: list[torch.Tensor] = []
-    readable = True
+    parameters: list[torch.Tensor] = []
     for name, parameter in _base_parameters(model):
         if name == _SHARDED:
             return ""
         layout.update(f"{name} {list(parameter.shape)}\n".encode())
-        sample = _sample(parameter)
-        readable = readable and sample is not None
-        if sample is not None:
-            samples.append(sample)
-    digest = layout.hexdigest()[:16]
-    if not readable or not samples:
-        return digest
-    values = torch.cat(samples).to(device="cpu", dtype=torch.bfloat16)
-    return f"{digest}-{hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]}"
+        parameters.append(parameter)
+    values = sampled_values(parameters)
+    return layout.hexdigest()[:16] + (f"-{values}" if values else "")
+
+
+def sampled_values(tensors: Iterable[torch.Tensor]) -> str:
+    """16 hex digits over a few values of each tensor, as bfloat16; empty where one of them cannot be read."""
+    samples = [_sample(tensor) for tensor in tensors]
+    readable = [sample for sample in samples if sample is not None]
+    if not samples or len(readable) < len(samples):
+        return ""
+    values = torch.cat([sample.to("cpu") for sample in readable])
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def same_base(one: str, other: str) -> bool:

@@ -224,22 +224,23 @@ def fill(
     }
 
     def read(names: Iterable[str]) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}:{key}": _as(tensor, held[name].layouts[key].dtype, f"{name}: {key}")
-            for name in names
-            for key, tensor in opened[name].tensors.items()
-        }
+        whole = {}
+        for name in names:
+            rounded = []
+            for key, tensor in opened[name].tensors.items():
+                dtype = held[name].layouts[key].dtype
+                if tensor.dtype.itemsize > dtype.itemsize:
+                    rounded.append(f"{tensor.dtype} to {dtype}")
+                whole[f"{name}:{key}"] = tensor.to(dtype).contiguous()
+            if rounded:
+                kinds = ", ".join(sorted(set(rounded)))
+                logger.warning("adapter %s: %d tensors rounded, %s: the model's dtype", name, len(rounded), kinds)
+        return whole
 
     for round_ in plan_rounds(owners, {n: a.nbytes for n, a in held.items()}, budget):
         mine = round_.get(ranks.members[ranks.rank], ())
         whole = ranks.together("reading adapters", lambda mine=mine: read(mine))  # type: ignore[misc]
         _scatter(model, ranks, {owner: [i for n in names for i in items[n]] for owner, names in round_.items()}, whole)
-
-
-def _as(tensor: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
-    if tensor.dtype != dtype and tensor.dtype.itemsize > dtype.itemsize:
-        logger.warning("%s: stored as %s, rounded to the model's %s", where, tensor.dtype, dtype)
-    return tensor.to(dtype).contiguous()
 
 
 def _scatter(

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from multilora_store.assembly.bridge import adapter_parameters, innermost, peft_model, record, trainable_adapters
+from multilora_store.assembly.fingerprint import sampled_values
 from multilora_store.distributed import fsdp1
 from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
 from multilora_store.distributed.auditing import audit
@@ -183,14 +184,20 @@ def _decide(model: nn.Module, options: Options, mesh: DeviceMesh) -> tuple[UnitP
 
 
 def _compare_values(model: nn.Module, ranks: Ranks) -> None:
-    """Each rank keeps its own shard of its own base: bases of other values would become one that nobody had.
+    """Each rank keeps its own shard of what it holds: other values elsewhere would become a model that nobody had.
 
     Raises:
-        DisagreementError: samples of the base's values differ; a base without values (on meta) agrees with any.
+        DisagreementError: samples of the values of the base or of an adapter differ, as those of fresh adapters do
+            that were made with other seeds; what has no values (on meta) agrees with any.
     """
-    own = record(model).base.fingerprint
-    if len({told for told in ranks.share("shard", own) if "-" in told}) > 1:
-        ranks.agree("shard", {"fingerprint of the base's values": own})
+    _, _, of_base = record(model).base.fingerprint.partition("-")
+    own = {"samples of the base": of_base}
+    for name, adapter in layouts(model).items():
+        own[f"samples of adapter {name}"] = sampled_values(adapter.tensors.values())
+    told = ranks.share("shard", own)
+    for subject in own:
+        if len({each[subject] for each in told} - {""}) > 1:
+            ranks.agree("shard", {subject: own[subject]})
 
 
 def _check_dtypes(model: nn.Module, plan: UnitPlan, granularity: str) -> None:

@@ -176,24 +176,36 @@ def test_a_switch_that_one_rank_refuses_changes_no_rank() -> None:
     assert second == [("UsageError", {"a": 1.0}, ["a"])] * 4
 
 
-def shard_other_values() -> tuple[str, str]:
+def shard_other_values() -> list[tuple[str, str]]:
     import torch
     from toys import build
 
+    from multilora_store.assembly.bridge import adapter_parameters, inject_adapter
     from multilora_store.distributed import shard
     from multilora_store.distributed.sharded import backend_of
 
-    model = build()
-    with torch.no_grad():
-        model.base_model.model.embed.weight.add_(world().rank)
-    try:
-        shard(model)
-    except DisagreementError as error:
-        return str(error), backend_of(model)
-    return "", backend_of(model)
+    found = []
+    for odd in ("base", "trained", "seed"):
+        model = build()
+        with torch.no_grad():
+            if odd == "base":
+                model.base_model.model.embed.weight.add_(world().rank)
+            elif odd == "trained":
+                next(iter(adapter_parameters(model, "b").values())).mul_(1 + world().rank)
+            else:
+                config = {"peft_type": "LORA", "r": 2, "target_modules": ["down"]}
+                inject_adapter(model, "fresh", config, seed=world().rank)
+        try:
+            shard(model)
+        except DisagreementError as error:
+            found.append((str(error), backend_of(model)))
+    return found
 
 
-def test_ranks_whose_bases_hold_other_values_do_not_shard_them_into_one() -> None:
-    for error, backend in results(shard_other_values, 2):
-        assert "fingerprint of the base's values" in error
-        assert backend == "plain"
+def test_ranks_that_hold_other_values_do_not_shard_them_into_one() -> None:
+    """A base of its own on each rank, an adapter trained on one of them, a fresh one of another seed."""
+    for base, trained, seed in results(shard_other_values, 2):
+        assert "samples of the base" in base[0]
+        assert "samples of adapter b" in trained[0]
+        assert "samples of adapter fresh" in seed[0]
+        assert {base[1], trained[1], seed[1]} == {"plain"}

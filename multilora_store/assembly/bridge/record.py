@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from peft import PeftModel
@@ -170,14 +170,14 @@ def carrier(base: nn.Module) -> nn.Module:
     """
     inside = unwrap(base)
     if isinstance(inside, PeftModel):
-        return inside
+        return cast(nn.Module, inside)
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     layers = {id(module): (path, module) for path, module in walk(inside) if isinstance(module, kinds)}
     if not layers:
         return inside
-    known = _carriers.get(inside, lambda: None)()
+    known = _carriers[inside]() if inside in _carriers else None
     if known is not None and layers.keys() <= {id(site.layer) for site in record(known).sites}:
-        return known
+        return cast(nn.Module, known)
     path, layer = next(iter(layers.values()))
     raise UsageError(
         f"this {type(inside).__name__} already carries adapters, but not as a PeftModel: "
