@@ -170,14 +170,14 @@ def carrier(base: nn.Module) -> nn.Module:
     """
     inside = unwrap(base)
     if isinstance(inside, PeftModel):
-        return cast(nn.Module, inside)
+        return cast("nn.Module", inside)
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     layers = {id(module): (path, module) for path, module in walk(inside) if isinstance(module, kinds)}
     if not layers:
         return inside
     known = _carriers[inside]() if inside in _carriers else None
     if known is not None and layers.keys() <= {id(site.layer) for site in record(known).sites}:
-        return cast(nn.Module, known)
+        return cast("nn.Module", known)
     path, layer = next(iter(layers.values()))
     raise UsageError(
         f"this {type(inside).__name__} already carries adapters, but not as a PeftModel: "
