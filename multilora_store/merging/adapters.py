@@ -25,6 +25,7 @@ from multilora_store.merging.report import MergeReport
 from multilora_store.merging.source import DTYPES, MergeSource, canonical_order
 from multilora_store.merging.strategy import Strategy
 from multilora_store.plugins import Registry, default_registry
+from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["BUDGET", "Merged", "merge_adapters"]
 
@@ -65,6 +66,7 @@ def merge_adapters(
     threads: int | None = None,
     memory_budget: int = BUDGET,
     registry: Registry | None = None,
+    progress: Listener | None = None,
     **params: Any,
 ) -> Merged:
     """Merge adapters that lie in memory or behind lazy tensors; nothing is written.
@@ -87,6 +89,7 @@ def merge_adapters(
         threads: Modules merged at a time; None for torch's number of threads.
         memory_budget: Bytes for dense results of all threads together.
         registry: Where the strategy is looked up.
+        progress: Called after each module, with the bytes of its factors.
         params: The strategy's own parameters.
 
     Raises:
@@ -110,7 +113,7 @@ def merge_adapters(
         bias=any(member.pair.bias for plan in work.plans for member in plan.members),
     )
     recipe = _recipe(work, settings, rank)
-    return (_dry_run if dry_run else _merge)(work, settings, workers, recipe)
+    return (_dry_run if dry_run else _merge)(work, settings, workers, recipe, progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +160,11 @@ def _prepare(
     return _Work(ordered=ordered, plans=plans, owners=owners, decided=decided, notes=_notes(sources, decided))
 
 
-def _merge(work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any]) -> Merged:
+def _merge(
+    work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any], progress: Listener | None
+) -> Merged:
     started = time.perf_counter()
-    results = _run(work.plans, settings, workers)
+    results = _run(work.plans, settings, workers, progress)
     _check_not_zero(settings.strategy, results)
     tensors = {name: tensor for result in results for name, tensor in result.tensors.items()}
     tensors.update(merge_full(work.decided, work.owners))
@@ -176,18 +181,19 @@ def _merge(work: _Work, settings: Settings, workers: int, recipe: Mapping[str, A
     return Merged(config=config, tensors=tensors, report=report, recipe=recipe)
 
 
-def _dry_run(work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any]) -> Merged:
+def _dry_run(
+    work: _Work, settings: Settings, workers: int, recipe: Mapping[str, Any], progress: Listener | None
+) -> Merged:
     started = time.perf_counter()
     sample = work.plans[:: max(1, len(work.plans) // SAMPLE)][:SAMPLE]
-    results = _run(sample, settings, workers)
+    results = _run(sample, settings, workers, progress)
     share = sum(plan.elements for plan in sample) / sum(plan.elements for plan in work.plans)
-    numbers = sum(plan.pair.groups * plan.rank * sum(plan.pair.shape) for plan in work.plans)
     report = MergeReport(
         strategy=settings.strategy.name,
         modules=tuple(result.report for result in results),
         notes=work.notes,
         seconds=(time.perf_counter() - started) / share,
-        bytes=numbers * settings.dtype.itemsize,
+        bytes=sum(_factor_bytes(plan, settings) for plan in work.plans),
         sampled=len(work.plans),
     )
     config = work.config({plan.path: plan.rank for plan in work.plans}, bias=settings.bias)
@@ -245,9 +251,23 @@ def _dtype(asked: str | torch.dtype | None, plans: Sequence[ModulePlan]) -> torc
     return dtype
 
 
-def _run(plans: Sequence[ModulePlan], settings: Settings, workers: int) -> list[ModuleResult]:
+def _factor_bytes(plan: ModulePlan, settings: Settings) -> int:
+    return plan.pair.groups * plan.rank * sum(plan.pair.shape) * settings.dtype.itemsize
+
+
+def _run(
+    plans: Sequence[ModulePlan], settings: Settings, workers: int, progress: Listener | None
+) -> list[ModuleResult]:
+    sizes = [_factor_bytes(plan, settings) for plan in plans]
+    meter = Meter(progress, files=len(plans), nbytes=sum(sizes))
+
+    def merge_one(plan: ModulePlan, size: int) -> ModuleResult:
+        result = merge_module(plan, settings)
+        meter.add(size)
+        return result
+
     with _one_thread_each(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(merge_module, plan, settings) for plan in plans]
+        futures = [pool.submit(merge_one, *one) for one in zip(plans, sizes, strict=True)]
         try:
             return [future.result() for future in futures]
         except BaseException:

@@ -22,6 +22,7 @@ from multilora_store.merging.capability import kinds_of
 from multilora_store.merging.full_modules import merge_full, owners_of, resolve_rule
 from multilora_store.merging.layout import Layout
 from multilora_store.merging.source import MergeSource, canonical_order
+from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["BaseMergeReport", "export_merged"]
 
@@ -68,6 +69,7 @@ def export_merged(
     *,
     modules_to_save: str | Mapping[str, str] = "refuse",
     tied: Literal["untie", "refuse"] = "untie",
+    progress: Listener | None = None,
 ) -> BaseMergeReport:
     """Write `base + sum of weight * delta` as a new folder that `from_pretrained` opens; the base is not touched.
 
@@ -81,6 +83,7 @@ def export_merged(
         modules_to_save: Rule for tensors trained in full, see `resolve_rule`; one adapter of weight 1 needs none.
         tied: When the base ties its embedding to its head and an adapter changes one of them: `untie` writes both and
             says so in `config.json`; `refuse` raises.
+        progress: Called after each tensor that is written.
 
     Raises:
         ExistsError: the target exists.
@@ -109,7 +112,7 @@ def export_merged(
         )
     edits = _plan_edits(folder, ordered, layouts, tie, modules_to_save, list(zip(sources, weights, strict=True)))
     record = _record(folder, ordered, tie)
-    nbytes = _write(folder, out, edits, tie, record)
+    nbytes = _write(folder, out, edits, tie, record, progress)
     return BaseMergeReport(
         target=out, changed=tuple(sorted(edits)), untied=tie is not None, nbytes=nbytes, record=record
     )
@@ -223,22 +226,42 @@ def _check_tying(source: MergeSource, layout: Layout, tie: _Tie | None) -> None:
         )
 
 
+def _shards(folder: BaseFolder, tie: _Tie | None) -> Iterator[tuple[str, list[ShardEntry]]]:
+    """File -> its tensors, with a head of its own where the base has none."""
+    for file, shard in folder.shards.items():
+        entries = [folder.entry(name) for name in shard]
+        if tie is not None and tie.embedding in shard and tie.head not in folder.home:
+            source = folder.entry(tie.embedding)
+            entries.append(ShardEntry(name=tie.head, dtype=source.dtype, shape=source.shape))
+        yield file, entries
+
+
 def _write(
-    folder: BaseFolder, out: Path, edits: Mapping[str, Edit], tie: _Tie | None, record: Mapping[str, Any]
+    folder: BaseFolder,
+    out: Path,
+    edits: Mapping[str, Edit],
+    tie: _Tie | None,
+    record: Mapping[str, Any],
+    progress: Listener | None,
 ) -> int:
     """Write the whole folder beside the target, then move it there."""
+    shards = dict(_shards(folder, tie))
+    home = {entry.name: file for file, entries in shards.items() for entry in entries}
+    total = sum(_nbytes(entry) for entries in shards.values() for entry in entries)
+    meter = Meter(progress, files=len(home), nbytes=total)
+
+    def parts(name: str) -> Iterator[Tensor]:
+        size = 0
+        for part in _parts(folder, edits, tie, name):
+            yield part
+            size += part.nbytes
+        meter.add(size)
+
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        home, total = {}, 0
-        for file, shard in folder.shards.items():
-            entries = [folder.entry(name) for name in shard]
-            if tie is not None and tie.embedding in shard and tie.head not in folder.home:
-                source = folder.entry(tie.embedding)
-                entries.append(ShardEntry(name=tie.head, dtype=source.dtype, shape=source.shape))
-            home.update({entry.name: file for entry in entries})
-            total += sum(map(_nbytes, entries))
-            write_shard(partial / file, entries, lambda name: _parts(folder, edits, tie, name), _nbytes)
+        for file, entries in shards.items():
+            write_shard(partial / file, entries, parts, _nbytes)
         if folder.indexed:
             write_index(partial, home, total)
         copy_other_files(folder.path, partial)

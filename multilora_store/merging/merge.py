@@ -18,6 +18,7 @@ from multilora_store.merging.report import MergeReport
 from multilora_store.merging.source import MergeSource
 from multilora_store.merging.strategy import Strategy
 from multilora_store.plugins import Registry
+from multilora_store.storage.progress import Listener
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store, Version
@@ -56,6 +57,7 @@ def merge(
     memory_budget: int = BUDGET,
     if_exists: Literal["error", "version"] = "error",
     registry: Registry | None = None,
+    progress: Listener | None = None,
     **params: Any,
 ) -> MergeResult:
     """Merge stored adapters into a new stored adapter, module by module, without a base model.
@@ -66,8 +68,8 @@ def merge(
         strategy: Name of a merge strategy.
         into: Name of the result.
         if_exists: `error` refuses an `into` that the store has; `version` adds a version to it.
-        rank, seed, dry_run, modules_to_save, dtype, truncation, threads, memory_budget, registry, params: See
-            `merge_adapters`.
+        rank, seed, dry_run, modules_to_save, dtype, truncation, threads, memory_budget, registry, progress, params:
+            See `merge_adapters`.
 
     Raises:
         ExistsError: `into` exists.
@@ -92,6 +94,7 @@ def merge(
         threads=threads,
         memory_budget=memory_budget,
         registry=registry,
+        progress=progress,
         **params,
     )
     if dry_run:

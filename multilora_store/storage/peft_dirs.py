@@ -23,6 +23,7 @@ from multilora_store.storage.peft_folder import (
     refuse_empty,
     refuse_without_config,
 )
+from multilora_store.storage.progress import Listener, Meter
 
 if TYPE_CHECKING:
     from multilora_store.storage.state import Version
@@ -47,6 +48,7 @@ def import_peft(
     allow_pickle: bool = False,
     prefix: str = "",
     tags: Sequence[str] = (),
+    progress: Listener | None = None,
 ) -> list[Version]:
     """Puts what PEFT wrote into the store, all in one entry, the original files' bytes kept.
 
@@ -58,6 +60,7 @@ def import_peft(
         allow_pickle: Also takes an `adapter_model.bin`, with weights-only loading.
         prefix: Goes before every name, as in `team/`.
         tags: Tags for every version.
+        progress: Called after each adapter that is read from elsewhere, and after each that is stored.
 
     Returns:
         The versions, in the order of their names.
@@ -67,8 +70,9 @@ def import_peft(
         NameNotAllowedError: a folder's name cannot be an adapter's; give `name`.
     """
     folder = Folder(path_or_url)
-    found = plan_import(folder.keys(), folder.where, name=name, prefix=prefix)
-    read = {adapter.name: read_adapter(folder, adapter.folder, allow_pickle) for adapter in found}
+    sizes = folder.sizes()
+    found = plan_import(list(sizes), folder.where, name=name, prefix=prefix)
+    read = _read_all(folder, found, sizes, allow_pickle, progress)
     requests = [
         {
             "name": adapter_name, "tensors": one.tensors, "config": one.config, "files": one.files or None,
@@ -76,9 +80,26 @@ def import_peft(
         }
         for adapter_name, one in read.items()
     ]  # fmt: skip
-    staged = store.stage_many(requests)
+    staged = store.stage_many(requests, progress=progress)
     versions = store.commit(staged).versions
     return [versions[adapter.name] for adapter in found]
+
+
+def _read_all(
+    folder: Folder,
+    found: Sequence[FoundAdapter],
+    sizes: Mapping[str, int],
+    allow_pickle: bool,
+    progress: Listener | None,
+) -> dict[str, PeftFolder]:
+    """Every adapter by name; those of a local folder are mapped, not read, and so no progress."""
+    of = {one.name: sum(n for key, n in sizes.items() if key.rpartition("/")[0] == one.folder) for one in found}
+    meter = Meter(progress if folder.path is None else None, files=len(of), nbytes=sum(of.values()))
+    read = {}
+    for adapter in found:
+        read[adapter.name] = read_adapter(folder, adapter.folder, allow_pickle)
+        meter.add(of[adapter.name])
+    return read
 
 
 def export_adapter(

@@ -114,15 +114,21 @@ class Folder:
 
     def keys(self) -> list[str]:
         """Relative paths of the files, as deep as adapters are looked for."""
+        return list(self.sizes())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files by relative path, as deep as adapters are looked for; 0 for a link to nothing."""
         if self.blobs is not None:
-            return [info.key for info in self.blobs.list()]
+            return {info.key: info.size for info in self.blobs.list()}
         assert self.path is not None
-        found: list[str] = []
+        found: dict[str, int] = {}
         with translated("listing", self.where):
             for folder, folders, files in os.walk(self.path, followlinks=False):
                 relative = os.path.relpath(folder, self.path).replace(os.sep, "/")
                 stem = "" if relative == "." else relative + "/"
-                found += [stem + file for file in files]
+                for file in files:
+                    path = os.path.join(folder, file)
+                    found[stem + file] = os.path.getsize(path) if os.path.exists(path) else 0
                 if stem.count("/") >= DEEPEST:
                     folders.clear()
         return found

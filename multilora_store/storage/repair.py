@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from multilora_store.errors import StoreError
 from multilora_store.storage.changes import Change, Delete, check_directory
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE
+from multilora_store.storage.progress import Listener
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.transfer import Transfer, bound_directory
 
@@ -81,7 +82,13 @@ class RepairReport:
 
 
 def repair(
-    store: Store, *, from_: Store | None = None, deep: bool = True, threads: int = 4, dry_run: bool = False
+    store: Store,
+    *,
+    from_: Store | None = None,
+    deep: bool = True,
+    threads: int = 4,
+    dry_run: bool = False,
+    progress: Listener | None = None,
 ) -> RepairReport:
     """Verifies the store and mends what can be mended; safe to repeat.
 
@@ -91,12 +98,13 @@ def repair(
         deep: Reads every byte; without it, only sizes and records are compared.
         threads: How many versions are checked side by side.
         dry_run: Only verifies and plans.
+        progress: Called after each version that is checked, then after each file that is copied.
 
     Raises:
         StorageError: one of the storages failed.
         DamagedError: the other store's copy is damaged as well.
     """
-    findings = store.verify(deep=deep, threads=threads).findings
+    findings = store.verify(deep=deep, threads=threads, progress=progress).findings
     state = store.state()
     plan = plan_repair(state, findings, None if from_ is None else from_.state())
     if dry_run:
@@ -104,7 +112,7 @@ def repair(
     quarantined = _quarantine(store, plan)
     if from_ is not None:
         placed = {bound_directory(state, version): version for version in plan.renew.values()}
-        Transfer(from_.blobs, store.blobs, jobs=threads).run({**plan.mend, **placed})
+        Transfer(from_.blobs, store.blobs, jobs=threads, progress=progress).run({**plan.mend, **placed})
         for snapshot, path in plan.files:
             store.blobs.write(f"{snapshot.directory}/{path}", from_.read_snapshot_file(snapshot, path))
     done = store.journal.commit(lambda newest: _changes(newest, plan))

@@ -24,6 +24,7 @@ from multilora_store.storage.cache import VersionCache
 from multilora_store.storage.changes import Change, Delete, DropSnapshot, FileRecord, Tag, Untag
 from multilora_store.storage.entries import Entry
 from multilora_store.storage.journal import Journal
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.puts import (
     Source,
     StagedPut,
@@ -178,19 +179,30 @@ class Store:
             upload(self.blobs, put.directory, contents)
         return staged
 
-    def stage_many(self, requests: Sequence[Mapping[str, Any]], *, threads: int = 4) -> list[StagedPut]:
+    def stage_many(
+        self, requests: Sequence[Mapping[str, Any]], *, threads: int = 4, progress: Listener | None = None
+    ) -> list[StagedPut]:
         """Stages several adapters side by side: while one is flushed to the storage, others are hashed.
 
         Args:
             requests: The arguments of `stage`, one mapping for each adapter.
             threads: How many are at work at once.
+            progress: Called after each adapter.
 
         Returns:
             What `stage` returns for each, in the given order. If one fails, its error is raised after the others end.
         """
         self.journal.make_store()
+        sizes = [_size(request) for request in requests] if progress is not None else [0] * len(requests)
+        meter = Meter(progress, files=len(requests), nbytes=sum(sizes))
+
+        def stage(request: Mapping[str, Any], size: int) -> StagedPut:
+            staged = self.stage(**request)
+            meter.add(size)
+            return staged
+
         with ThreadPoolExecutor(max(1, threads)) as pool:
-            return [done.result() for done in [pool.submit(self.stage, **request) for request in requests]]
+            return [done.result() for done in [pool.submit(stage, *one) for one in zip(requests, sizes, strict=True)]]
 
     def commit(
         self,
@@ -419,11 +431,18 @@ class Store:
         """One of the snapshot's own files, checked."""
         return snapshot_files.read_file(self.blobs, snapshot, path)
 
-    def verify(self, ref: str | Ref | None = None, *, deep: bool = True, threads: int = 4) -> VerifyReport:
+    def verify(
+        self,
+        ref: str | Ref | None = None,
+        *,
+        deep: bool = True,
+        threads: int = 4,
+        progress: Listener | None = None,
+    ) -> VerifyReport:
         """Checks stored files against their records; see `storage.verify`."""
         from multilora_store.storage.verify import verify
 
-        return verify(self, ref, deep=deep, threads=threads)
+        return verify(self, ref, deep=deep, threads=threads, progress=progress)
 
     def gc(self, *, grace: timedelta = timedelta(days=1), dry_run: bool = False) -> GcReport:
         """Frees what nothing names any more; see `storage.gc`."""
@@ -444,6 +463,13 @@ class Store:
             raise ConflictError(
                 f"{version} was deleted while this was decided", remedy="name another version", version=version.id
             )
+
+
+def _size(request: Mapping[str, Any]) -> int:
+    """Bytes of what `stage` is asked to store."""
+    if request.get("files"):
+        return sum(memoryview(data).nbytes for data in request["files"].values())
+    return sum(tensor.nbytes for tensor in request["tensors"].values())
 
 
 def _holders(state: State, version: Version, given: Collection[str] = ()) -> list[str]:

@@ -24,11 +24,12 @@ from multilora_store.errors import (
 from multilora_store.storage.changes import Change, Import, Origin
 from multilora_store.storage.divergence import Diverged
 from multilora_store.storage.journal import Journal
+from multilora_store.storage.progress import Listener
 from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import State
 from multilora_store.storage.store import Store, open_store
 from multilora_store.storage.sync_plan import SyncPlan, common_origin, plan_sync
-from multilora_store.storage.transfer import Progress, VanishedError
+from multilora_store.storage.transfer import VanishedError
 from multilora_store.storage.upload import Upload
 
 __all__ = ["SyncReport", "sync"]
@@ -98,7 +99,7 @@ def sync(
     dry_run: bool = False,
     jobs: int = JOBS,
     bandwidth: float | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Listener | None = None,
 ) -> SyncReport:
     """Brings `target` up to `source`; safe to kill at any moment, to repeat, and to run twice at once.
 
@@ -182,7 +183,7 @@ class _Job:
     diverged: Diverged
     jobs: int
     bandwidth: float | None
-    progress: Callable[[Progress], None] | None
+    progress: Listener | None
 
     def unchanged(self) -> bool:
         """Whether the target's newest entry is the import of the source's newest; found without folding."""

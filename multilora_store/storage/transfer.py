@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from multilora_store.adapter import storage_name
@@ -23,37 +22,17 @@ from multilora_store.storage.changes import check_snapshot_file
 from multilora_store.storage.checks import check_config, check_model
 from multilora_store.storage.codec import read_header
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE, VersionRecord
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.records import sha256
 from multilora_store.storage.state import Snapshot, State, Version
 
-__all__ = ["Progress", "Transfer", "VanishedError", "bound_directory"]
+__all__ = ["Transfer", "VanishedError", "bound_directory"]
 
 IN_FLIGHT: Final = 512 << 20
 
 
 class VanishedError(ReplicaIncompleteError):
     """A file of the source was not there: perhaps a gc freed it after the state was read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a transfer is: files, bytes, seconds since it began."""
-
-    files: int
-    files_total: int
-    nbytes: int
-    nbytes_total: int
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second."""
-        return self.nbytes / self.seconds if self.seconds else 0.0
-
-    @property
-    def remaining(self) -> float | None:
-        """Seconds to go at this rate; None: unknown."""
-        return (self.nbytes_total - self.nbytes) / self.rate if self.nbytes else None
 
 
 def bound_directory(state: State, version: Version) -> str:
@@ -78,7 +57,7 @@ class Transfer:
 
     Attributes:
         present: Sizes by key of what a killed transfer has left in the target.
-        files, nbytes, resumed: What is there now, and how many of those files were found there.
+        resumed: How many of the files that are there now were found there.
     """
 
     def __init__(
@@ -88,17 +67,25 @@ class Transfer:
         *,
         jobs: int,
         bandwidth: float | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Listener | None = None,
     ) -> None:
         self.source, self.target = source, target
         self.jobs = max(1, jobs)
         self.present: Mapping[str, int] = {}
-        self.files = self.nbytes = self.resumed = 0
-        self._total = [0, 0]
-        self._progress, self._lock = progress, threading.Lock()
+        self.resumed = 0
+        self._meter, self._lock = Meter(progress), threading.Lock()
         self._pace = _Pace(bandwidth)
         self._room = _Room(IN_FLIGHT)
-        self._started = time.monotonic()
+
+    @property
+    def files(self) -> int:
+        """Files that are there now."""
+        return self._meter.files
+
+    @property
+    def nbytes(self) -> int:
+        """Their bytes."""
+        return self._meter.nbytes
 
     def run(self, versions: Mapping[str, Version], snapshots: Sequence[Snapshot] = ()) -> None:
         """Copies versions to the folders that key them, and the files of snapshots.
@@ -109,8 +96,8 @@ class Transfer:
             StorageError: one of the storages failed.
         """
         files = [(snapshot, path) for snapshot in snapshots for path in snapshot.files]
-        self._total[0] += 3 * len(versions) + len(files)
-        self._total[1] += sum(v.nbytes for v in versions.values()) + sum(s.files[p].size for s, p in files)
+        nbytes = sum(v.nbytes for v in versions.values()) + sum(s.files[p].size for s, p in files)
+        self._meter.expect(3 * len(versions) + len(files), nbytes)
         pool = ThreadPoolExecutor(min(self.jobs, max(1, len(versions) + len(files))))
         try:
             futures: list[Future[None]] = []
@@ -175,17 +162,7 @@ class Transfer:
             data = content()
             self._pace.wait(size)
             self.target.write(key, data)
-        with self._lock:
-            self.files += 1
-            self.nbytes += size
-            if self._progress is not None:
-                self._progress(self._now())
-
-    def _now(self) -> Progress:
-        return Progress(
-            files=self.files, files_total=self._total[0], nbytes=self.nbytes, nbytes_total=self._total[1],
-            seconds=time.monotonic() - self._started,
-        )  # fmt: skip
+        self._meter.add(size)
 
     def _read(self, directory: str, file: str, subject: str) -> bytes:
         data = self.source.read(f"{directory}/{file}")

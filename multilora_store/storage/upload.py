@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from multilora_store.errors import StorageError
 from multilora_store.storage.blobs import Blobs
+from multilora_store.storage.progress import Listener
 from multilora_store.storage.records import dump
 from multilora_store.storage.state import State, Version
 from multilora_store.storage.sync_plan import SyncPlan
-from multilora_store.storage.transfer import Progress, Transfer, bound_directory
+from multilora_store.storage.transfer import Transfer, bound_directory
 
 __all__ = ["Upload"]
 
@@ -35,7 +36,7 @@ class Upload:
         *,
         jobs: int,
         bandwidth: float | None,
-        progress: Callable[[Progress], None] | None,
+        progress: Listener | None,
     ) -> None:
         self._target, self._note = target, f"sync/{source_id}.json"
         self._transfer = Transfer(source, target, jobs=jobs, bandwidth=bandwidth, progress=progress)

@@ -14,6 +14,7 @@ from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.checks import check_config, check_header, check_model
 from multilora_store.storage.codec import lazy_from_bytes, lazy_from_file, nonfinite, read_header
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, VersionRecord
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.records import sha256
 from multilora_store.storage.state import Snapshot, Version
 
@@ -76,7 +77,7 @@ def verify(
     *,
     deep: bool = True,
     threads: int = 4,
-    progress: Callable[[Version], None] | None = None,
+    progress: Listener | None = None,
 ) -> VerifyReport:
     """Checks files against records: sizes, headers, shapes against the configuration's ranks; deep: every byte.
 
@@ -95,13 +96,14 @@ def verify(
     versions = [store.resolve(ref)] if ref is not None else list(state.live())
     snapshots = [] if ref is not None else list(state.snapshots.values())
 
+    unique = list({version.directory: version for version in versions}.values())
+    meter = Meter(progress, files=len(unique), nbytes=sum(version.nbytes for version in unique))
+
     def check(version: Version) -> list[Finding]:
         found = list(_check_version(store, version, deep))
-        if progress is not None:
-            progress(version)
+        meter.add(version.nbytes)
         return found
 
-    unique = list({version.directory: version for version in versions}.values())
     findings = [] if ref is not None else list(_check_journal(store))
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for found in pool.map(check, unique):

@@ -28,7 +28,7 @@ from multilora_store.errors import (
 )
 from multilora_store.storage import SnapshotDraft, SnapshotMember, State, Store, open_store, sync
 from multilora_store.storage.memory import MemoryBlobs
-from multilora_store.storage.transfer import Progress
+from multilora_store.storage.progress import Progress
 
 NOW = timedelta(0)
 

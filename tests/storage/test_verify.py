@@ -13,6 +13,7 @@ from samples import CONFIG, tensors
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import NotInStoreError
 from multilora_store.storage import SnapshotDraft, SnapshotMember, Store, open_store
+from multilora_store.storage.progress import Progress
 from multilora_store.storage.verify import rank_faults
 
 MODEL = "adapter_model.safetensors"
@@ -140,12 +141,11 @@ def test_snapshots_and_the_journal_are_checked(store: Store) -> None:
     assert (finding.kind, finding.path) == ("journal", "journal/00000009.json")
 
 
-def test_progress_names_every_version(store: Store) -> None:
-    from multilora_store.storage.verify import verify
-
-    seen: list[str] = []
-    verify(store, progress=lambda version: seen.append(version.name))
-    assert sorted(seen) == ["a", "good"]
+def test_progress_counts_every_version(store: Store) -> None:
+    seen: list[Progress] = []
+    store.verify(progress=seen.append)
+    assert [one.files for one in seen] == [1, 2]
+    assert seen[-1].nbytes == seen[-1].nbytes_total == sum(version.nbytes for version in store.state().live())
 
 
 def test_foreign_files_without_tensors_are_refused_at_the_door(store: Store) -> None:

@@ -1,0 +1,76 @@
+"""Progress: how far a long piece of work is, told by what does it to what shows it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Listener", "Meter", "Progress"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far it is: files (or other pieces), bytes, seconds since it began; a total of 0 is not known yet."""
+
+    files: int
+    files_total: int
+    nbytes: int
+    nbytes_total: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds to go at this rate; None: unknown."""
+        return (self.nbytes_total - self.nbytes) / self.rate if self.nbytes else None
+
+
+Listener: TypeAlias = Callable[[Progress], None]
+
+
+class Meter:
+    """Adds up what is done, from any thread, and tells a listener after each piece, one call at a time."""
+
+    def __init__(self, listener: Listener | None = None, *, files: int = 0, nbytes: int = 0) -> None:
+        self._listener, self._lock = listener, threading.Lock()
+        self._done, self._total = [0, 0], [files, nbytes]
+        self._started = time.monotonic()
+
+    @property
+    def files(self) -> int:
+        """Pieces that are done."""
+        return self._done[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are done."""
+        return self._done[1]
+
+    def expect(self, files: int, nbytes: int) -> None:
+        """So much more is to be done."""
+        with self._lock:
+            self._total[0] += files
+            self._total[1] += nbytes
+
+    def add(self, nbytes: int, *, files: int = 1) -> None:
+        """So much is done."""
+        with self._lock:
+            self._done[0] += files
+            self._done[1] += nbytes
+            if self._listener is not None:
+                self._listener(
+                    Progress(
+                        files=self._done[0],
+                        files_total=self._total[0],
+                        nbytes=self._done[1],
+                        nbytes_total=self._total[1],
+                        seconds=time.monotonic() - self._started,
+                    )
+                )
