@@ -26,7 +26,7 @@ from multilora_store.assembly.bridge import (
 from multilora_store.distributed.internals import FlatPiece, flat_pieces
 from multilora_store.errors import UnsupportedError
 
-__all__ = ["AdapterLayout", "TensorLayout", "describe_set", "layouts"]
+__all__ = ["AdapterLayout", "TensorLayout", "describe_set", "layout_of", "layouts"]
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,13 @@ def layouts(model: nn.Module, names: tuple[str, ...] | None = None) -> dict[str,
             name,
             adapter_config(model, name),
             tensors,
-            {key: _layout(key, tensor, flat.get(id(tensor))) for key, tensor in tensors.items()},
+            {key: layout_of(key, tensor, flat.get(id(tensor))) for key, tensor in tensors.items()},
         )
     return found
 
 
-def _layout(name: str, tensor: torch.Tensor, piece: FlatPiece | None) -> TensorLayout:
+def layout_of(name: str, tensor: torch.Tensor, piece: FlatPiece | None = None) -> TensorLayout:
+    """Where the pieces of one tensor lie: cut by FSDP1 (`piece`), by FSDP2 (a DTensor), or whole on every rank."""
     if piece is not None:
         members = tuple(dist.get_process_group_ranks(piece.group))
         bounds = tuple(piece.bounds(rank) for rank in range(len(members)))

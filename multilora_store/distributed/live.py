@@ -23,14 +23,15 @@ from multilora_store.assembly.bridge import (
 from multilora_store.assembly.fingerprint import BaseIdentity
 from multilora_store.assembly.live import eject_adapter, inject_adapter
 from multilora_store.distributed.agreement import Ranks
+from multilora_store.distributed.filling import readers_of
 from multilora_store.distributed.guards import unguarded
 from multilora_store.distributed.internals import collect_root_again, forget_parameters, require
 from multilora_store.distributed.layout import layouts
 from multilora_store.distributed.optimizer import read_options
 from multilora_store.distributed.places import places
-from multilora_store.distributed.restoring import check_coverage, fill, owners_of_reading
+from multilora_store.distributed.restoring import check_coverage, fill
 from multilora_store.distributed.saving import kept_versions
-from multilora_store.distributed.sharded import backend_of, ranks_of, reshard, wrapping_of
+from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, reshard, wrapping_of
 from multilora_store.distributed.units import plan_units
 from multilora_store.distributed.wrap import wrap_units
 from multilora_store.errors import MultiLoRAError, ShardedModelError, UnsupportedError, UsageError
@@ -129,7 +130,7 @@ def _load(model: nn.Module, ranks: Ranks, name: str, source: str, opened: Stored
             check_coverage(source, shapes, held[name])
 
     ranks.together("attach", check)
-    owner = owners_of_reading(model, ranks)[0]
+    owner = readers_of(mesh_of(model), ranks)[0]
     fill(model, ranks, held, {name: owner}, {} if opened is None else {name: opened})
 
 

@@ -11,25 +11,21 @@ import torch
 from torch import nn
 
 from multilora_store.adapter import storage_name
-from multilora_store.assembly.bridge import record, set_active, set_trainable, walk
+from multilora_store.assembly.bridge import record, set_active, set_trainable
 from multilora_store.assembly.fingerprint import BaseIdentity, base_mismatch
 from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
-from multilora_store.distributed.exchange import (
-    Item,
-    broadcast_from_owners,
-    broadcast_replicas,
-    scatter_from_owners,
-)
+from multilora_store.distributed.exchange import Item
+from multilora_store.distributed.filling import give_memory, readers_of, scatter
 from multilora_store.distributed.layout import AdapterLayout, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
-from multilora_store.distributed.saving import group_of, kept_versions, local_digest
-from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, reshard
-from multilora_store.errors import CoverageError, UnsupportedError, UsageError, choices
+from multilora_store.distributed.saving import kept_versions, local_digest
+from multilora_store.distributed.sharded import mesh_of, ranks_of, reshard
+from multilora_store.errors import CoverageError, UsageError, choices
 from multilora_store.storage import PeftFolder, Snapshot, Store, StoredAdapter, Version
 
-__all__ = ["check_coverage", "fill", "owners_of_reading", "restore"]
+__all__ = ["check_coverage", "fill", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +82,7 @@ def restore(
             "adapters": {n: {k: list(t.shape) for k, t in a.layouts.items()} for n, a in held.items()},
         },
     )
-    owners = assign_owners({n: a.nbytes for n, a in held.items()}, owners_of_reading(model, ranks))
+    owners = assign_owners({n: a.nbytes for n, a in held.items()}, readers_of(mesh_of(model), ranks))
     me = ranks.members[ranks.rank]
     opened = ranks.together(
         "opening adapters",
@@ -101,14 +97,6 @@ def restore(
         kept[name] = (store.url, local_digest(adapter), source.versions[name])
         record(model).member(name).version = source.versions[name]
     return source.snapshot
-
-
-def owners_of_reading(model: nn.Module, ranks: Ranks) -> list[int]:
-    """Ranks that may read: all, under HSDP those of the first replica, from which the others copy."""
-    mesh = mesh_of(model)
-    if mesh is not None and mesh.ndim == 2:
-        return [int(rank) for rank in mesh.mesh[0].tolist()]
-    return list(ranks.members)
 
 
 def _find(store: Store, wanted: str) -> _Source:
@@ -144,29 +132,13 @@ def _held(
         error = base_mismatch(name, record(model).member(name).config, made_for, record(model).base)
         if error is not None:
             raise error
-    if _materialize(model, chosen) and optimizer is not None:
+    held = layouts(model, chosen)
+    if give_memory(model, [t for a in held.values() for t in a.tensors.values()]) and optimizer is not None:
         raise UsageError(
             "the optimizer was built over adapters on the meta device",
             remedy="restore() without it, build it, then restore(optimizer=...)",
         )
     return layouts(model, chosen)
-
-
-def _materialize(model: nn.Module, names: tuple[str, ...]) -> bool:
-    """Gives adapters on meta memory for their shards; the values come by restoring. Whether there were any."""
-    missing = {id(t) for a in layouts(model, names).values() for t in a.tensors.values() if t.is_meta}
-    if not missing:
-        return False
-    if backend_of(model) == "fsdp1":
-        raise UnsupportedError("adapters on the meta device under FSDP1", remedy="use backend='fsdp2'")
-    mesh = mesh_of(model)
-    device = mesh.device_type if mesh is not None else "cpu"
-    for _, module in walk(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in missing:
-                real = torch.zeros_like(parameter.detach(), device=device)
-                module._parameters[key] = nn.Parameter(real, requires_grad=parameter.requires_grad)
-    return True
 
 
 def check_coverage(where: str, found: Mapping[str, tuple[int, ...]], adapter: AdapterLayout) -> None:
@@ -240,24 +212,7 @@ def fill(
     for round_ in plan_rounds(owners, {n: a.nbytes for n, a in held.items()}, budget):
         mine = round_.get(ranks.members[ranks.rank], ())
         whole = ranks.together("reading adapters", lambda mine=mine: read(mine))  # type: ignore[misc]
-        _scatter(model, ranks, {owner: [i for n in names for i in items[n]] for owner, names in round_.items()}, whole)
-
-
-def _scatter(
-    model: nn.Module, ranks: Ranks, round_: Mapping[int, Sequence[Item]], whole: Mapping[str, torch.Tensor]
-) -> None:
-    me = ranks.members[ranks.rank]
-    group, members = group_of(round_, ranks)
-    mesh = mesh_of(model)
-    with ranks.watch("scattering adapters"):
-        if group is not None:
-            replicated = mesh is not None and mesh.ndim == 2
-            if mesh is None or not replicated or me in mesh.mesh[0].tolist():
-                scatter_from_owners(round_, whole, me, group, members)
-            if mesh is not None and replicated:
-                cut = [item for owner in sorted(round_) for item in round_[owner] if item.layout.group is not None]
-                broadcast_replicas(cut, mesh)
-        broadcast_from_owners(round_, whole, me, ranks.group)
+        scatter(model, ranks, {owner: [i for n in names for i in items[n]] for owner, names in round_.items()}, whole)
 
 
 def _restore_flags(
@@ -310,7 +265,7 @@ def _restore_optimizer(
             owner: [item for n in names for item in _slots(n, parts[n], held[n], optimizer)]
             for owner, names in round_.items()
         }
-        _scatter(model, ranks, moved, whole)
+        scatter(model, ranks, moved, whole)
         for names in round_.values():
             for name in names:
                 optimizers.restore_part(parts[name], held[name], optimizer)

@@ -24,6 +24,7 @@ from multilora_store.assembly.fingerprint import sampled_values
 from multilora_store.distributed import fsdp1
 from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
 from multilora_store.distributed.auditing import audit
+from multilora_store.distributed.filling import fill_from_holder, find_holding
 from multilora_store.distributed.guards import guard
 from multilora_store.distributed.internals import require
 from multilora_store.distributed.layout import describe_set, layouts
@@ -59,6 +60,9 @@ def shard(
     empty: bool = False,
 ) -> nn.Module:
     """Shards an assembled model in place, every adapter of it, and returns it; the same call on every rank.
+
+    One rank may hold the values alone, of the base, of adapters or of both, and the others their structure on the
+    meta device: it sends each rank its shards, so that a host never holds more than one copy (fsdp2).
 
     Args:
         model: What `assemble` returned; blocks may be compiled or wrapped for activation checkpointing already.
@@ -99,8 +103,13 @@ def shard(
     ranks = ranks_of_mesh(made)
     plan, reason, found = ranks.together("shard", lambda: _decide(model, options, made))
     _compare_values(model, ranks)
+    held = find_holding(model, made, ranks)
+    if held is not None and backend == "fsdp1":
+        raise UnsupportedError(f"{held.names[0]} is on the meta device on some ranks", remedy="use backend='fsdp2'")
     expected = _flags(model)
     _wrap(model, made, options, plan, found, reason)
+    if held is not None:
+        fill_from_holder(model, ranks, held)
     guard(model)
     report = audit(model, ranks=ranks, expected_flags=expected)
     allowed = {"meta"} if empty else set()
