@@ -6,16 +6,17 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO
 
 from multilora_store.cli.outcome import Outcome, Table
 
-__all__ = ["Terminal", "rank_of_environment"]
+if TYPE_CHECKING:
+    from multilora_store.storage.progress import Listener, Progress
 
-T = TypeVar("T")
+__all__ = ["Terminal", "rank_of_environment"]
 
 
 def rank_of_environment() -> int:
@@ -64,56 +65,42 @@ class Terminal:
         if self.rank == 0 and not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def progress(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-        """Pass `items` through, with a bar where stderr is a terminal."""
-        if self.rank != 0 or self.quiet or self.json or not sys.stderr.isatty():
-            yield from items
-            return
-        from rich.console import Console
-        from rich.progress import track
-
-        yield from track(items, description=label, total=total, console=Console(stderr=True), transient=True)
-
     @contextmanager
     def waiting(self, label: str) -> Iterator[None]:
         """A spinner with the time that passes, where stderr is a terminal, for work that cannot be counted."""
-        if self.rank != 0 or self.quiet or self.json or not sys.stderr.isatty():
+        if not self._draws:
             yield
             return
-        from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            progress.add_task(label)
+        with _drawn(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+            bar.add_task(label)
             yield
 
     @contextmanager
-    def transfer(self, label: str) -> Iterator[Callable[[Any], None] | None]:
-        """A bar with bytes, rate and time left, where stderr is a terminal; its callback takes a storage `Progress`."""
-        if self.rank != 0 or self.quiet or self.json or not sys.stderr.isatty():
+    def progress(self, label: str) -> Iterator[Listener | None]:
+        """A bar with pieces, bytes, rate and time left, where stderr is a terminal; gives what the library tells."""
+        if not self._draws:
             yield None
             return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(label, total=None)
-            yield lambda now: bar.update(task, completed=now.nbytes, total=now.nbytes_total)
+        words, pieces = TextColumn("{task.description}"), TextColumn("{task.fields[pieces]}")
+        bar_column, rate = BarColumn(bar_width=20), TransferSpeedColumn()
+        with _drawn(words, bar_column, pieces, DownloadColumn(), rate, TimeRemainingColumn()) as bar:
+            task = bar.add_task(label, total=None, pieces="")
+
+            def show(now: Progress) -> None:
+                if now.nbytes < bar.tasks[task].completed:  # the next phase begins
+                    bar.reset(task)
+                pieces = f"{now.files}/{now.files_total}"
+                bar.update(task, completed=now.nbytes, total=now.nbytes_total, pieces=pieces)
+
+            yield show
+
+    @property
+    def _draws(self) -> bool:
+        return self.rank == 0 and not self.quiet and not self.json and sys.stderr.isatty()
 
     @contextmanager
     def warnings_as_lines(self) -> Iterator[None]:
@@ -136,6 +123,14 @@ class Terminal:
     def _document(self, document: Mapping[str, Any], code: int) -> None:
         whole = {"command": self.command, "exit": code, **document}
         print(json.dumps(whole, ensure_ascii=False, allow_nan=False, default=str), flush=True)
+
+
+def _drawn(*columns: Any) -> Any:
+    """A live line on stderr that is wiped in the end."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    return Bar(*columns, console=Console(stderr=True), transient=True)
 
 
 def _print_table(table: Table) -> None:

@@ -25,6 +25,7 @@ from multilora_store.plugins import default_registry
 if TYPE_CHECKING:
     from multilora_store.distributed.agreement import Ranks
     from multilora_store.storage import Store
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["run"]
 
@@ -105,8 +106,8 @@ def _assembled(
 ) -> Outcome:
     choice = plain(options.merge)
     merging = MergeStep(choice=choice) if choice is not None else None
-    with terminal.waiting(f"assembling {len(lock)} adapters"):
-        model = ranks.together("assemble", lambda: _model(options, lock, store, device, merging))
+    with terminal.progress("assembling") as progress:
+        model = ranks.together("assemble", lambda: _model(options, lock, store, device, merging, progress))
     rows = [row if merging is None else replace(row, source="merge") for row in adapter_rows(model, lock)]
     exported: dict[str, str] = {}
     if options.export is not None:
@@ -123,7 +124,14 @@ def _assembled(
     return _outcome(options, rows, report, exported, snapshot, store, merging)
 
 
-def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: str, merging: MergeStep | None) -> Any:
+def _model(
+    options: AssembleOptions,
+    lock: Lock,
+    store: Store | None,
+    device: str,
+    merging: MergeStep | None,
+    progress: Listener | None,
+) -> Any:
     from multilora_store.assembly import assemble
 
     base = build_base(plain(options.base), meta=device == "meta")
@@ -144,6 +152,7 @@ def _model(options: AssembleOptions, lock: Lock, store: Store | None, device: st
         assembler=assembler,
         steps=_steps(options, merging),
         allow_base_mismatch=options.allow_base_mismatch,
+        progress=progress,
     )
 
 
@@ -171,8 +180,8 @@ def _saved(options: AssembleOptions, terminal: Terminal, model: Any, store: Stor
     from multilora_store.distributed import save
 
     assert store is not None, "checked before the work began"
-    with terminal.waiting("saving the set"):
-        return save(model, store, step=options.save.step)
+    with terminal.progress("saving") as progress:
+        return save(model, store, step=options.save.step, progress=progress)
 
 
 def _outcome(

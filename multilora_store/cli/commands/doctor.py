@@ -26,8 +26,9 @@ def run(options: DoctorOptions, terminal: Terminal) -> Outcome:
     looked, findings = [], []
     if store is not None:
         looked.append("store")
-        with terminal.waiting(f"verifying {store.url}"):
-            findings += [_finding("store", one.subject, one.message, one.remedy) for one in store.verify().findings]
+        with terminal.progress("verifying") as progress:
+            report = store.verify(progress=progress)
+        findings += [_finding("store", one.subject, one.message, one.remedy) for one in report.findings]
     if named:
         looked.append("set")
         try:

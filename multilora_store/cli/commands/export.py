@@ -42,6 +42,8 @@ def run(options: ExportOptions, terminal: Terminal) -> Outcome:
 
 
 def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcome:
+    from multilora_store.storage.progress import Meter
+
     store = opened_store(options, terminal)
     target = local_path(options.target)
     if not is_pattern(wanted):
@@ -53,14 +55,14 @@ def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcom
                 f"{store.url}: no adapter matches {wanted!r}", remedy=choices(wanted, store.names(), noun="adapter")
             )
         places = {name: f"{target.rstrip('/')}/{name}" for name in names}
-    written = [
-        {
-            "ref": ref,
-            "version": store.resolve(ref).id,
-            "path": export_one(store, ref, place, options.exporter, options.params),
-        }
-        for ref, place in terminal.progress(places.items(), "exporting", total=len(places))
-    ]
+    versions = {ref: store.resolve(ref) for ref in places}
+    with terminal.progress("exporting") as progress:
+        meter = Meter(progress, files=len(places), nbytes=sum(version.nbytes for version in versions.values()))
+        written = []
+        for ref, version in versions.items():
+            path = export_one(store, ref, places[ref], options.exporter, options.params)
+            written.append({"ref": ref, "version": version.id, "path": path})
+            meter.add(version.nbytes)
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
     return Outcome(
         document={"store": store.url, "exporter": options.exporter, "exported": written},
@@ -92,8 +94,8 @@ def _merged(options: ExportOptions, terminal: Terminal) -> Outcome:
     store = store_if_any(options, terminal)
     lock = resolve_manifest(entries, store, known=configured_adapters())
     sources, weights = sources_of(lock, store)
-    with terminal.waiting(f"merging {counted(len(sources), 'adapter')} into {base}"):
-        report = export_merged(base, sources, weights, target, **options.params)
+    with terminal.progress("merging") as progress:
+        report = export_merged(base, sources, weights, target, progress=progress, **options.params)
     merged = {source.name: weight for source, weight in zip(sources, weights, strict=True)}
     document = {
         "store": store.url if store is not None else None,

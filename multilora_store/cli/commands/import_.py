@@ -16,6 +16,7 @@ from multilora_store.plugins import default_registry
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store, Version
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["run"]
 
@@ -24,17 +25,17 @@ def run(options: ImportOptions, terminal: Terminal) -> Outcome:
     """Put every adapter of a folder, or the one that a source reads; PEFT's own files are kept byte for byte."""
     store = opened_store(options, terminal)
     scheme = options.source.partition("://")[0] if "://" in options.source else ""
-    with terminal.waiting(f"importing {options.source}"):
+    with terminal.progress("importing") as progress:
         if scheme in default_registry().names("source"):
-            versions = [_from_source(options, store, scheme)]
+            versions = [_from_source(options, store, scheme, progress)]
         else:
-            versions = _from_peft(options, store)
+            versions = _from_peft(options, store, progress)
     rows = [(item.name, item.id, bytes_in_words(item.nbytes), " ".join(options.tags)) for item in versions]
     document = {"store": store.url, "source": options.source, "adapters": [version_document(item) for item in versions]}
     return Outcome(document=document, view=[Table(columns=("adapter", "version", "size#", "tags"), rows=rows)])
 
 
-def _from_peft(options: ImportOptions, store: Store) -> list[Version]:
+def _from_peft(options: ImportOptions, store: Store, progress: Listener | None) -> list[Version]:
     from multilora_store.storage import import_peft
 
     return import_peft(
@@ -44,10 +45,11 @@ def _from_peft(options: ImportOptions, store: Store) -> list[Version]:
         allow_pickle=options.allow_pickle,
         prefix=options.prefix,
         tags=options.tags,
+        progress=progress,
     )
 
 
-def _from_source(options: ImportOptions, store: Store, scheme: str) -> Version:
+def _from_source(options: ImportOptions, store: Store, scheme: str, progress: Listener | None) -> Version:
     """The adapter of another tool's file, converted."""
     from multilora_store.assembly.resolve import read_source
 
@@ -55,15 +57,16 @@ def _from_source(options: ImportOptions, store: Store, scheme: str) -> Version:
         raise UsageError(f"allow_pickle is for PEFT folders, not for {scheme}://", remedy="leave it out")
     name = _name(options)
     folder = read_source(options.source)
-    return store.put(
-        name,
-        folder.tensors,
-        folder.config,
-        files=folder.files or None,
-        step=folder.step,
-        tags=options.tags,
-        metadata={"imported_from": f"{scheme}://{folder.where}"},
-    )
+    request = {
+        "name": name,
+        "tensors": folder.tensors,
+        "config": folder.config,
+        "files": folder.files or None,
+        "step": folder.step,
+        "tags": options.tags,
+        "metadata": {"imported_from": f"{scheme}://{folder.where}"},
+    }
+    return store.commit(store.stage_many([request], progress=progress)).versions[name]
 
 
 def _name(options: ImportOptions) -> str:

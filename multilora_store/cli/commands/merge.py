@@ -37,13 +37,14 @@ def run(options: MergeOptions, terminal: Terminal) -> Outcome:
                 remedy=f"import it first: import {entry.spec.source} {entry.name}",
             )
         weights[f"{entry.spec.source.partition('@')[0]}@{entry.version}"] = entry.spec.weight
-    with terminal.waiting(f"merging {len(weights)} adapters"):
+    with terminal.progress("merging") as progress:
         result = merge(
             store,
             weights,
             strategy=str(choice["strategy"]),
             into=str(choice["into"]),
             dry_run=options.dry_run,
+            progress=progress,
             **settings_of(choice),
         )
     return _outcome(str(choice["into"]), store.url, weights, result)

@@ -17,8 +17,8 @@ def run(options: RepairOptions, terminal: Terminal) -> Outcome:
 
     store = opened_store(options, terminal)
     other = open_store(local_path(options.source)) if options.source else None
-    with terminal.waiting(f"repairing {store.url}"):
-        report = repair(store, from_=other, deep=options.deep, dry_run=options.dry_run)
+    with terminal.progress("repairing") as progress:
+        report = repair(store, from_=other, deep=options.deep, dry_run=options.dry_run, progress=progress)
     found = report.to_json()
     view = [finding_line(finding) for finding in report.findings] or [f"{store.url}: nothing to repair"]
     would = "would be " if report.dry_run else ""

@@ -72,9 +72,10 @@ def _needs(store: Store, state: State, names: list[str], terminal: Terminal) -> 
     from multilora_store.storage.profiles import set_needs
 
     found = {}
-    for name in terminal.progress(names, "reading headers", total=len(names)):
-        adapter = store.get(state.versions(name)[-1])
-        found[name] = adapter.config, {key: info.shape for key, info in adapter.infos.items()}
+    with terminal.waiting("reading headers"):
+        for name in names:
+            adapter = store.get(state.versions(name)[-1])
+            found[name] = adapter.config, {key: info.shape for key, info in adapter.infos.items()}
     return set_needs(found)
 
 

@@ -14,7 +14,7 @@ def run(options: SyncOptions, terminal: Terminal) -> Outcome:
     """Plan, copy what is new, record it in one entry."""
     from multilora_store.storage import sync
 
-    with terminal.transfer("syncing") as progress:
+    with terminal.progress("syncing") as progress:
         report = sync(
             local_path(options.source),
             local_path(options.target),

@@ -16,8 +16,8 @@ __all__ = ["run"]
 def run(options: VerifyOptions, terminal: Terminal) -> Outcome:
     """One line per finding; exit code 3 if there is one."""
     store = opened_store(options, terminal)
-    with terminal.waiting(f"verifying {store.url}"):
-        report = store.verify(options.ref, deep=options.deep)
+    with terminal.progress("verifying") as progress:
+        report = store.verify(options.ref, deep=options.deep, progress=progress)
     what = options.ref or store.url
     document: dict[str, Any] = {
         "store": store.url,

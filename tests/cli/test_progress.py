@@ -1,0 +1,109 @@
+"""Progress on a terminal: pieces, bytes, rate and time left for all that can last; nothing at all elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import struct
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multilora_store import export_adapter, open_store
+from multilora_store.cli import main
+from multilora_store.storage import SnapshotDraft, SnapshotMember
+
+Run = Callable[[str], Any]
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LINES = (
+    "verify",
+    "import {folder} again",
+    "import peft://{folder} other",
+    "export '*' {out}/all",
+    "export b {out}/merged kind=merged base=hf base.path={base}",
+    "merge '+adapters=[a,b]' merge=linear merge.into=ab",
+    "assemble '+adapters=[a,b]' base=demo",
+    "assemble '+adapters=[a,b]' base=demo save=true",
+    "restore {out}/restored",
+    "doctor",
+    "repair",
+    "sync {store} {out}/copy",
+)
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A pseudo-terminal of 80 columns as stderr; gives a list that holds what was drawn in the end."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("COLUMNS", raising=False)
+    drawn: list[str] = []
+
+    def read() -> None:
+        found = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not piece:
+                break
+            found += piece
+        drawn.append(found.decode())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with monkeypatch.context() as patch, os.fdopen(theirs, "w") as stream:
+        patch.setattr(sys, "stderr", stream)
+        yield drawn
+    reader.join()
+    os.close(ours)
+
+
+@pytest.fixture
+def spelled(store: str, base_folder: Path, here: Path) -> Callable[[str], str]:
+    """Puts the places into a command line: a store with a snapshot, a PEFT folder, a base, a folder to be made."""
+    opened = open_store(store)
+    members = {name: SnapshotMember(version=opened.resolve(name).id) for name in ("a", "b")}
+    opened.commit([], snapshot=SnapshotDraft(id=opened.new_snapshot_id(), step=3, adapters=members))
+    export_adapter(opened, "b", here.parent / "folder")
+    places = {"folder": here.parent / "folder", "out": here / "out", "base": base_folder, "store": store}
+    return lambda line: line.format(**places) + ("" if line.startswith("sync") else f" store={store}")
+
+
+def test_a_terminal_is_told_how_far_it_is(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in LINES:
+        with terminal(monkeypatch) as drawn:
+            assert main(shlex.split(spelled(line))) == 0, line
+        frames = [frame for frame in re.split(r"[\r\n]+", ESCAPE.sub("", drawn[0])) if frame.strip()]
+        last = frames[-1]
+        assert re.search(r" ([1-9]\d*)/\1 ", last), (line, frames)  # every piece
+        assert re.search(r" ([\d.]+)/\1 (bytes|kB|MB)", last), (line, last)  # every byte
+        assert re.search(r"\d (bytes|kB|MB)/s|\?", last), (line, last)  # a rate, once there are two pieces
+        assert re.search(r"\d:\d\d:\d\d", last), (line, last)
+        assert max(map(len, frames)) <= 80
+        assert drawn[0].endswith("\x1b[2K"), "the bar is wiped"
+
+
+@pytest.mark.parametrize("word", ["quiet=true", "output=json"])
+def test_who_wants_none_gets_none(word: str, spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as drawn:
+        assert main(shlex.split(spelled(f"verify {word}"))) == 0
+    assert drawn == [""]
+
+
+def test_a_pipe_gets_none(run: Run, spelled: Callable[[str], str]) -> None:
+    for line in ("verify", "export b {out}"):
+        result = run(spelled(line))
+        assert (result.code, result.err) == (0, "")
+        assert "\x1b" not in result.out
