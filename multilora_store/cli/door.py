@@ -19,6 +19,7 @@ from typing import Any
 from multilora_store.cli.argv import CommandLine, parse
 from multilora_store.cli.catalogue import COMMANDS, Command
 from multilora_store.cli.failures import document_of, exit_code, lines_of, wants_traceback, worst
+from multilora_store.cli.ranks import first_to_say
 from multilora_store.cli.terminal import Terminal, rank_of_environment
 from multilora_store.errors import UsageError
 
@@ -143,13 +144,12 @@ def _command(command: Command, cfg: Any, terminal: Terminal) -> int:
 
 
 def _report(error: BaseException, terminal: Terminal, *, full: bool) -> int:
-    code = exit_code(error)
-    everywhere = code == 2 or type(error).__name__ == "DisagreementError"
-    if everywhere and (terminal.rank if code != 2 else int(os.environ.get("LOCAL_RANK", "0") or 0)) != 0:
-        return code  # the same words come from the first rank
+    code, lines = exit_code(error), lines_of(error, terminal.command)
+    if not first_to_say("\n".join(lines)):
+        return code
     if full:
         traceback.print_exception(error)
-    terminal.fail(lines_of(error, terminal.command), document_of(error, terminal.command), code)
+    terminal.fail(lines, document_of(error, terminal.command), code)
     return code
 
 

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from multilora_store.errors import UsageError
 
 if TYPE_CHECKING:
     from multilora_store.distributed.agreement import Ranks
 
-__all__ = ["started_ranks", "world_size"]
+__all__ = ["first_to_say", "started_ranks", "world_size"]
+
+_HEAD_START: Final = 0.5
+"""Seconds by which the first rank is ahead where all fail alike."""
 
 
 def world_size() -> int:
     """How many ranks torchrun has started; 1 without it."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
+
+
+def first_to_say(words: str) -> bool:
+    """Whether no other rank on this machine has said this: of ranks that fail alike one speaks, rank 0 if it is there.
+
+    The ranks of one attempt share a folder of torchrun's, where a file stands for what has been said. Ranks that
+    something else has started all speak.
+    """
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if own is None:
+        return True
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_HEAD_START)
+    said = Path(own).parent.parent / f"multilora-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
+    try:
+        said.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is not there or full: rather twice than never
+        return True
+    return True
 
 
 @contextmanager

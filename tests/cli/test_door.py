@@ -203,9 +203,26 @@ def test_only_rank_0_prints(run: Run, store: str, monkeypatch: pytest.MonkeyPatc
     result = run(f"list store={store}")
     assert (result.code, result.out, result.err) == (0, "", "")
     result = run(f"list store={store} nope=1")
-    assert (result.code, result.out, result.err) == (2, "", "")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("rank 1: error: ")  # nothing tells it that another rank speaks
     result = run(f"assemble '+adapters=[a]' --cfg job store={store}")
     assert (result.code, result.out) == (0, "")
+
+
+def test_ranks_that_fail_alike_say_so_once_and_a_rank_that_fails_alone_says_so(
+    run: Run, store: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of the launch that is missing on one machine, a variable that one rank alone has: it must not be silent."""
+    said = []
+    for rank, line in (("0", "list"), ("1", "list nope=1"), ("2", "list nope=1"), ("3", "list other=1")):
+        (here.parent / "attempt_0" / rank).mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(here.parent / "attempt_0" / rank / "error.json"))
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        result = run(f"{line} store={store}")
+        assert result.code == (0 if rank == "0" else 2)
+        said.append(result.err.partition(":")[0])
+    assert said == ["", "rank 1", "", "rank 3"]
 
 
 def test_quiet_and_verbose(run: Run, store: str) -> None:

@@ -62,8 +62,32 @@ def test_ranks_with_different_lines_all_end_with_the_difference(here: Path, stor
     )
     done = torchrun(here, str(script))
     assert done.returncode != 0
+    assert done.stderr.count("error: ranks disagree") == 1, done.stderr
     assert "seed" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_alone_says_so_once(here: Path, store: str) -> None:
+    """Case 56: only rank 1 was given a word that there is none of."""
+    script = here.parent / "alone.py"
+    script.write_text(
+        "import os, sys\nfrom multilora_store.cli import main\n"
+        f"line = ['assemble', '+adapters=[a,b]', 'shard=fsdp2', 'base=demo', 'store.url={store}']\n"
+        "sys.exit(main([*line, *(['sead=1'] if os.environ['RANK'] == '1' else [])]))\n"
+    )
+    done = torchrun(here, str(script))
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1: error: ") == 1, done.stderr
+    assert "did you mean seed" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_that_fail_alike_say_so_once(here: Path, store: str) -> None:
+    done = torchrun(here, "-m", "multilora_store", "assemble", "+adapters=[a]", f"store.url={store}", "sead=1")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "rank 1: error" not in done.stderr
 
 
 @pytest.mark.slow
