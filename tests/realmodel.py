@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from types import ModuleType
 from typing import Any, Final
 
 import pytest
+import torch
+import torch.distributed as dist
 
-__all__ = ["ADAPTERS", "EXPECTED_LOSSES", "TEXTS", "heldout_losses", "real_base_folder"]
+__all__ = ["ADAPTERS", "EXPECTED_LOSSES", "TEXTS", "heldout_loss_by_ranks", "heldout_losses", "real_base_folder"]
 
 ADAPTERS: Final = ("code_style", "zh_tone", "safety")
 TEXTS: Final = ADAPTERS
@@ -37,6 +40,22 @@ def _recipe(shared: Path, name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def heldout_loss_by_ranks(model: Any, tokenizer: Any, shared: Path, name: str) -> float:
+    """The recipe's loss on text `name`, its lines dealt out to the ranks, which all must call this."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    lines = (shared / "data" / "heldout" / f"{name}.heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) % world == 0, "every rank makes as many forwards, since each is a collective"
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64)
+    with torch.no_grad():
+        for line in lines[rank::world]:
+            batch = tokenizer(json.loads(line)["text"], return_tensors="pt", truncation=True, max_length=160)
+            tokens = batch["input_ids"].shape[1] - 1
+            sums += torch.tensor([model(**batch, labels=batch["input_ids"]).loss.item() * tokens, tokens])
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from launch import results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from realmodel import ADAPTERS, EXPECTED_LOSSES, TEXTS, _recipe, real_base_folder
+from realmodel import ADAPTERS, EXPECTED_LOSSES, TEXTS, heldout_loss_by_ranks, real_base_folder
 
 __all__ = ["real_base_folder"]
 
@@ -38,11 +38,12 @@ def sharded_losses(folder: str, shared: str, store_url: str, saved_url: str, bac
     if mode == "restore":
         restore(model, open_store(saved_url))
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    measure = _recipe(Path(shared), "losses").heldout_loss
     found = {}
-    for active in EXPECTED_LOSSES if mode == "save" else [(name,) for name in ADAPTERS]:
+    alone = [(name,) for name in ADAPTERS]
+    for active in EXPECTED_LOSSES if mode == "save" else alone if backend != "plain" else alone[-1:]:
         activate(model, dict.fromkeys(active, 1.0))
-        found[active] = {text: measure(model, tokenizer, text) for text in active or ("safety",)}
+        texts = active or ("safety",)
+        found[active] = {text: heldout_loss_by_ranks(model, tokenizer, Path(shared), text) for text in texts}
     if mode == "save":
         save(model, open_store(saved_url), step=1)
     return found
