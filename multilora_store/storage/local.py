@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -16,6 +17,8 @@ from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key
 from multilora_store.storage.failures import translated
 
 __all__ = ["LocalBlobs"]
+
+log = logging.getLogger(__name__)
 
 _TEMPORARY = ".tmp~"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -68,7 +71,11 @@ class LocalBlobs:
             except BaseException:
                 _remove_quietly(temporary)
                 raise
-            _sync_folders(path.parent, *holders)
+            try:
+                _sync_folders(path.parent, *holders)
+            except FileNotFoundError:
+                # A gc without grace has freed it already. Its purge stands in the journal, where a commit finds it.
+                log.debug("%s was removed as soon as it was written", path)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)

@@ -45,6 +45,23 @@ class TestLocal(BlobsSuite):
             assert stat.S_IMODE((tmp_path / "root/a" / name).stat().st_mode) == 0o640
         assert stat.S_IMODE((tmp_path / "root/a").stat().st_mode) == 0o750
 
+    def test_a_file_that_is_freed_as_soon_as_it_is_there_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A gc without grace beside a writer: the purge stands in the journal, and the commit finds it there."""
+        blobs = LocalBlobs(tmp_path / "root")
+        blobs.write("a/kept", b"x")
+        replace = os.replace
+
+        def replaced_and_freed(source: str, target: Path) -> None:
+            replace(source, target)
+            target.unlink()
+            target.parent.rmdir()
+
+        monkeypatch.setattr(os, "replace", replaced_and_freed)
+        blobs.write("a/b/c", b"x")
+        assert blobs.read("a/b/c") is None
+
     def test_nothing_but_the_files_is_left(self, tmp_path: Path) -> None:
         blobs = LocalBlobs(tmp_path / "root")
         blobs.write("a/b", b"x")
