@@ -47,6 +47,11 @@ class AdapterConfig:
             ConfigError: not JSON (with line and column), not an object, another tool's file, an unknown `peft_type`,
                 or a field that PEFT would take in silence and that cannot be right.
         """
+        if not isinstance(data, (bytes, str, Mapping)):
+            raise ConfigError(
+                f"{where} is {data!r:.80}, of type {type(data).__name__}",
+                remedy="give the fields of a PEFT configuration as a mapping, or the bytes of an adapter_config.json",
+            )
         raw = _plain(data, where) if isinstance(data, Mapping) else _read_json(data, where)
         kind = _check_peft_type(raw, where)
         _check_lists(raw, where)

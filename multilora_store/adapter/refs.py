@@ -46,6 +46,11 @@ class Ref:
         Raises:
             NameNotAllowedError: the name, tag or date in it is not one.
         """
+        if not isinstance(text, str):
+            raise NameNotAllowedError(
+                f"a reference is {text!r:.80}, of type {type(text).__name__}",
+                remedy="give a string: name, name@version, name@tag or name@2026-11-30",
+            )
         name, at, selector = text.partition("@")
         if at and not selector:
             raise NameNotAllowedError(

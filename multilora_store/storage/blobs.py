@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from multilora_store.errors import NameNotAllowedError, UsageError
 
-__all__ = ["BlobInfo", "Blobs", "Buffer", "Exclusive", "check_key", "open_blobs", "parts_of", "redact"]
+__all__ = ["BlobInfo", "Blobs", "Buffer", "Exclusive", "check_key", "open_blobs", "parts_of", "redact", "url_text"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Exclusive: TypeAlias = Literal["holds", "unknown", "absent"]
@@ -118,9 +118,7 @@ def open_blobs(url: str | os.PathLike[str], **options: Any) -> Blobs:
     Raises:
         UsageError: an unknown scheme or driver, or one whose package is not installed.
     """
-    text = os.fspath(url)
-    if not text:
-        raise UsageError("the store's URL is empty", remedy="give a folder or an fsspec URL")
+    text = url_text(url)
     if "://" not in text or text.startswith(("file://", "local://")):
         return _local(text, options)
     scheme = urlsplit(text).scheme
@@ -130,6 +128,18 @@ def open_blobs(url: str | os.PathLike[str], **options: Any) -> Blobs:
         _refuse_options(text, options)
         return MemoryBlobs(text)
     return _remote(text, scheme, options)
+
+
+def url_text(url: str | os.PathLike[str]) -> str:
+    """The root as text.
+
+    Raises:
+        UsageError: it is empty, or neither a string nor a path.
+    """
+    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text:
+        raise UsageError(f"{url!r:.80} names no place", remedy="give a folder or an fsspec URL")
+    return text
 
 
 def _local(text: str, options: dict[str, Any]) -> Blobs:

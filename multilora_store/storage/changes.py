@@ -20,6 +20,7 @@ __all__ = [
     "Origin",
     "Purge",
     "Put",
+    "Signature",
     "SnapshotMember",
     "Tag",
     "TakeSnapshot",
@@ -97,6 +98,21 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Who vouches for a put: the id of an ed25519 key, and the signature in base64; see `storage.signing`."""
+
+    key: str
+    value: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "value": self.value}
+
+    @classmethod
+    def read(cls, fields: Fields) -> Signature:
+        return cls(key=fields.text("key", longest=64), value=fields.text("value", longest=256))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Put:
     """A new version of `name`; its files lie in `directory` already.
 
@@ -106,6 +122,7 @@ class Put:
         directory: `adapters/<name>/<id>-<attempt>`, of this adapter or of another one with equal content.
         record: SHA-256 of the bytes of `version.json` there.
         nbytes: Bytes of all files there.
+        signature: Who vouches for what it claims; None: nobody.
     """
 
     verb: ClassVar[str] = "put"
@@ -120,9 +137,11 @@ class Put:
     recipe: Mapping[str, Any] | None = None
     base: Mapping[str, Any] | None = None
     step: int | None = None
+    signature: Signature | None = None
 
     def to_json(self) -> dict[str, Any]:
-        optional = {"recipe": self.recipe, "base": self.base, "step": self.step}
+        signature = None if self.signature is None else self.signature.to_json()
+        optional = {"recipe": self.recipe, "base": self.base, "step": self.step, "signature": signature}
         return {
             "name": self.name, "id": self.id, "sha256": self.sha256, "directory": self.directory,
             "record": self.record, "nbytes": self.nbytes, "metadata": dict(self.metadata),
@@ -142,6 +161,7 @@ class Put:
             record=fields.digest("record"), nbytes=fields.whole("nbytes"), metadata=fields.free("metadata"),
             parents=fields.texts("parents", default=[]), recipe=fields.optional_free("recipe"),
             base=fields.optional_free("base"), step=fields.optional_whole("step"),
+            signature=None if "signature" not in fields.data else Signature.read(fields.inner("signature")),
         )  # fmt: skip
 
 

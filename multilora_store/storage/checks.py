@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from multilora_store.adapter import AdapterConfig, content_digest
 from multilora_store.errors import DamagedError
 from multilora_store.storage.blobs import Buffer
 from multilora_store.storage.codec import Header, hash_slots, read_header
@@ -13,7 +14,7 @@ from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, VersionRec
 from multilora_store.storage.failures import translated
 from multilora_store.storage.records import sha256
 
-__all__ = ["check_config", "check_file_hashes", "check_header", "check_model", "check_sizes"]
+__all__ = ["check_config", "check_file_hashes", "check_header", "check_identity", "check_model", "check_sizes"]
 
 
 def check_sizes(folder: Path, record: VersionRecord) -> None:
@@ -48,6 +49,12 @@ def check_config(data: bytes, record: VersionRecord, where: str) -> None:
     """Raises DamagedError unless `data` is the recorded configuration."""
     if len(data) != record.config_size or sha256(data) != record.config_sha256:
         _damaged(where, f"its SHA-256 is not the recorded {record.config_sha256[:16]}...")
+
+
+def check_identity(config: AdapterConfig, record: VersionRecord, where: str) -> None:
+    """Raises DamagedError unless the record's digest is that of this configuration and its table of tensors."""
+    if content_digest(config, record.tensors.values()) != record.digest:
+        _damaged(where, f"configuration and tensors do not have the digest {record.digest[:16]}... of the version")
 
 
 def check_header(header: Header, record: VersionRecord, head: bytes, where: str) -> None:

@@ -25,7 +25,7 @@ from multilora_store.storage.local import LocalBlobs
 from multilora_store.storage.state import State
 
 if TYPE_CHECKING:
-    from multilora_store.storage.store import Store
+    from multilora_store.storage.changing import ChangingStore
 
 __all__ = ["Directory", "GcPlan", "GcReport", "gc", "plan_gc"]
 
@@ -97,7 +97,7 @@ class GcReport:
         }  # fmt: skip
 
 
-def gc(store: Store, *, grace: timedelta = DAY, dry_run: bool = False) -> GcReport:
+def gc(store: ChangingStore, *, grace: timedelta = DAY, dry_run: bool = False) -> GcReport:
     """Frees the files of deleted versions, dropped snapshots and abandoned uploads.
 
     Safe beside any number of writers and readers, and to kill at any moment. A storage without exclusive
@@ -283,7 +283,7 @@ def _storage_time(blobs: Blobs) -> datetime:
     return info.mtime
 
 
-def _refuse_beside_save(store: Store, plan: GcPlan, state: State, now: datetime, grace: timedelta) -> None:
+def _refuse_beside_save(store: ChangingStore, plan: GcPlan, state: State, now: datetime, grace: timedelta) -> None:
     directories = state.directories()
     young = [d for d in plan.keep if d.path not in directories and d.path not in state.purged]
     if young:

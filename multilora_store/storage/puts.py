@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from multilora_store.adapter import AdapterConfig, check_name, check_tag, storage_name
+from multilora_store.adapter import AdapterConfig, check_name, storage_name
 from multilora_store.errors import ConflictError, UsageError
+from multilora_store.storage.arguments import as_mapping
 from multilora_store.storage.blobs import Blobs, Buffer
 from multilora_store.storage.changes import Put
 from multilora_store.storage.codec import encode, lazy_from_bytes, nonfinite
 from multilora_store.storage.contents import MODEL_FILE, RECORD_FILE, Contents, encoded_contents, original_contents
 from multilora_store.storage.records import plain_json, sha256
-from multilora_store.storage.state import State
+from multilora_store.storage.state import State, Version
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,8 @@ __all__ = [
     "build_contents",
     "check_step",
     "fresh_directory",
+    "is_latest",
+    "make_put",
     "plan_directory",
     "restage",
     "upload",
@@ -135,6 +138,14 @@ def upload(blobs: Blobs, directory: str, contents: Contents) -> None:
     blobs.write(f"{directory}/{RECORD_FILE}", record)
 
 
+def is_latest(put: Put, state: State) -> bool:
+    """Whether `put` would change nothing: its content is the adapter's latest, and the same is said of it."""
+    latest = state.adapters[put.name].latest if put.name in state.adapters else None
+    if latest is None or latest.directory in state.purged:
+        return False
+    return latest.digest == put.sha256 and latest.described == Version.from_put(put, 0, latest.time).described
+
+
 def restage(blobs: Blobs, staged: StagedPut, state: State) -> StagedPut:
     """`staged` with files that `state` has not purged: as it is, shared, or uploaded again.
 
@@ -177,10 +188,13 @@ def make_put(
     directory, record, nbytes, _ = placed
     return Put(
         name=check_name(name), id=contents.record.id, sha256=contents.record.digest, directory=directory,
-        record=record, nbytes=nbytes, metadata=plain_json(dict(metadata or {}), "metadata"),
-        parents=tuple(parents), recipe=None if recipe is None else plain_json(dict(recipe), "recipe"),
-        base=None if base is None else plain_json(dict(base), "base"), step=check_step(step),
+        record=record, nbytes=nbytes, metadata=_plain(metadata, "metadata") or {}, parents=tuple(parents),
+        recipe=_plain(recipe, "recipe"), base=_plain(base, "base"), step=check_step(step),
     )  # fmt: skip
+
+
+def _plain(given: Mapping[str, Any] | None, what: str) -> Any:
+    return None if given is None else plain_json(dict(as_mapping(given, what)), what)
 
 
 def check_step(step: int | None) -> int | None:
@@ -188,10 +202,3 @@ def check_step(step: int | None) -> int | None:
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
         raise UsageError(f"step is {step!r}", remedy="a step is a whole number from 0 on, or None")
     return step
-
-
-def check_tags(tags: Iterable[str]) -> tuple[str, ...]:
-    """The tags, each checked, in the given order and without repetition."""
-    if isinstance(tags, str):
-        raise UsageError(f"tags is the string {tags!r}", remedy=f"give a list: [{tags!r}]")
-    return tuple(dict.fromkeys(check_tag(tag) for tag in tags))

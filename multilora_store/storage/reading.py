@@ -10,11 +10,12 @@ from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, UsageError
 from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.cache import VersionCache
-from multilora_store.storage.checks import check_config, check_file_hashes, check_header, check_sizes
+from multilora_store.storage.checks import check_config, check_file_hashes, check_header, check_identity, check_sizes
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE, VersionRecord
 from multilora_store.storage.failures import translated
 from multilora_store.storage.records import sha256
+from multilora_store.storage.signing import TrustedKeys
 from multilora_store.storage.state import Version
 
 if TYPE_CHECKING:
@@ -29,13 +30,25 @@ class StoredFiles:
     Args:
         blobs: The storage.
         cache: Where copies of remote versions are kept; None: nowhere.
+        trusted: The keys of which one must have signed a version before it is read; None: none need have.
     """
 
-    def __init__(self, blobs: Blobs, cache: VersionCache | None) -> None:
+    def __init__(self, blobs: Blobs, cache: VersionCache | None, trusted: TrustedKeys | None = None) -> None:
         self._blobs = blobs
         self._cache = cache
+        self.trusted = trusted
 
     def record(self, version: Version) -> VersionRecord:
+        """The version's `version.json`, if the version is trusted; see `recorded`.
+
+        Raises:
+            UntrustedError: no trusted key signed what the version claims.
+        """
+        if self.trusted is not None:
+            self.trusted.check(version, self._blobs.url)
+        return self.recorded(version)
+
+    def recorded(self, version: Version) -> VersionRecord:
         """The version's `version.json`, which is what its entry says it is.
 
         Raises:
@@ -94,19 +107,19 @@ class StoredFiles:
                     why="the store is remote and its cache is off",
                     remedy="open the store with cache=True, or export the version",
                 )
-            return self._fetch(version, record)
+            return self._identified(self._fetch(version, record), record)
         if self._cache is None or not self._cache.known_whole(folder, version.record):
             check_file_hashes(folder, record)
             if self._cache is not None:
                 self._cache.note_whole(folder, version.record)
-        return folder
+        return self._identified(folder, record)
 
     def read_all(self, version: Version) -> dict[str, bytes]:
         """The bytes of both files of a version, as they are on storage, checked."""
         record = self.record(version)
         files = {file: self._read(version, file) for file in (CONFIG_FILE, MODEL_FILE)}
         where = f"{self._blobs.url}/{version.directory}"
-        check_config(files[CONFIG_FILE], record, f"{where}/{CONFIG_FILE}")
+        self._config(files[CONFIG_FILE], record, f"{where}/{CONFIG_FILE}")
         self._lazy(files[MODEL_FILE], record, f"{where}/{MODEL_FILE}").touch()
         return files
 
@@ -128,7 +141,19 @@ class StoredFiles:
 
     def _config(self, data: bytes, record: VersionRecord, where: str) -> AdapterConfig:
         check_config(data, record, where)
-        return AdapterConfig.parse(data, where=where)
+        config = AdapterConfig.parse(data, where=where)
+        if self.trusted is not None:  # else it is enough that the record is the one that was put
+            check_identity(config, record, where)
+        return config
+
+    def _identified(self, folder: Path, record: VersionRecord) -> Path:
+        """`folder`, whose configuration and tensors are those that a trusted version's digest stands for."""
+        if self.trusted is not None:
+            path = folder / CONFIG_FILE
+            with translated("reading", str(path)):
+                data = path.read_bytes()
+            self._config(data, record, str(path))
+        return folder
 
     def _fetch(self, version: Version, record: VersionRecord) -> Path:
         assert self._cache is not None
@@ -152,4 +177,4 @@ class StoredFiles:
         return data
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StoredFiles, (self._blobs, self._cache)
+        return StoredFiles, (self._blobs, self._cache, self.trusted)

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from multilora_store.errors import StoreError
+from multilora_store.storage.arguments import of_type
 from multilora_store.storage.changes import Change, Delete, check_directory
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE
 from multilora_store.storage.progress import Listener
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.transfer import Transfer, bound_directory
+from multilora_store.storage.view import StoreView
 
 if TYPE_CHECKING:
     from multilora_store.storage.store import Store
@@ -104,6 +106,8 @@ def repair(
         StorageError: one of the storages failed.
         DamagedError: the other store's copy is damaged as well.
     """
+    if from_ is not None:
+        of_type(from_, StoreView, "from_", "a store, as open_store(...) returns it")
     findings = store.verify(deep=deep, threads=threads, progress=progress).findings
     state = store.state()
     plan = plan_repair(state, findings, None if from_ is None else from_.state())

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from multilora_store.errors import NotInStoreError, PurgedError, choices
+from multilora_store.storage.arguments import of_type
 from multilora_store.storage.changes import Change, Delete, DropSnapshot, Put, Tag, Untag
 from multilora_store.storage.diff import StateDiff, diff_states
 from multilora_store.storage.state import AdapterState, Fold, State, Version
@@ -150,6 +151,7 @@ def _state_at(store: Store, to: int | datetime | State) -> State:
         return to
     if isinstance(to, datetime):
         return store.journal.state_at_moment(to)
+    of_type(to, int, "the state to restore", "the number of an entry, a datetime, or a State")
     newest = store.state().seq
     if not 0 <= to <= newest:
         raise NotInStoreError(f"{store.url} has no entry {to}", remedy=f"its entries are 1 to {newest}", seq=to)

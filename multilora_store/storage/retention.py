@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from multilora_store.errors import PluginError, UsageError
 from multilora_store.plugins import Registry, default_registry
+from multilora_store.storage.arguments import as_mapping
 from multilora_store.storage.changes import Change, Delete, DropSnapshot
 from multilora_store.storage.state import State
 
@@ -177,6 +178,8 @@ def apply_retention(
         UsageError: no policies, or wrong parameters.
         PluginError: an unknown policy, or one that fails.
     """
+    for name, parameters in as_mapping(policies, "the policies").items():
+        as_mapping(parameters, f"the parameters of {name}")
     chosen = _load(policies, registry or default_registry())
     if dry_run:
         plan = plan_retention(store.state(), chosen, adapters=adapters, snapshots=snapshots)

@@ -19,6 +19,7 @@ from multilora_store.storage.changes import (
     Origin,
     Purge,
     Put,
+    Signature,
     SnapshotMember,
     Tag,
     TakeSnapshot,
@@ -51,6 +52,7 @@ class Version:
         recipe: How it was merged, if it was.
         base: The base's name, revision and layout fingerprint.
         step: The training step.
+        signature: Who vouches for it; None: nobody.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Version:
     recipe: Mapping[str, Any] | None = None
     base: Mapping[str, Any] | None = None
     step: int | None = None
+    signature: Signature | None = None
 
     def __str__(self) -> str:
         return f"{self.name}@{self.id}"
@@ -75,15 +78,20 @@ class Version:
         return Put(
             name=self.name, id=self.id, sha256=self.digest, directory=self.directory, record=self.record,
             nbytes=self.nbytes, metadata=self.metadata, parents=self.parents, recipe=self.recipe,
-            base=self.base, step=self.step,
+            base=self.base, step=self.step, signature=self.signature,
         )  # fmt: skip
+
+    @property
+    def described(self) -> tuple[Any, ...]:
+        """What its put says of it beside its content and its place."""
+        return self.metadata, self.parents, self.recipe, self.base, self.step, self.signature
 
     @classmethod
     def from_put(cls, put: Put, seq: int, time: datetime) -> Version:
         return cls(
             name=put.name, id=put.id, digest=put.sha256, directory=put.directory, seq=seq, time=time,
             record=put.record, nbytes=put.nbytes, metadata=put.metadata, parents=put.parents,
-            recipe=put.recipe, base=put.base, step=put.step,
+            recipe=put.recipe, base=put.base, step=put.step, signature=put.signature,
         )  # fmt: skip
 
 

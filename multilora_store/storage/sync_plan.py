@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from multilora_store.adapter import check_new_name
 from multilora_store.errors import ConflictError, UsageError
@@ -181,7 +181,7 @@ class _Planner:
         for version in self.source.versions(name):
             known = there.get(version.id)
             if known is not None:
-                if _described(version) != _described(known) and self._renewed(version, known):
+                if version.described != known.described and self._renewed(version, known):
                     yield version
             elif (name, version.id) in needed or not self._removed_by_target(version):
                 yield version
@@ -336,7 +336,3 @@ class _Planner:
     def _target_versions(self, name: str) -> Mapping[str, Version]:
         adapter = self.target.adapters.get(name)
         return adapter.versions if adapter else {}
-
-
-def _described(version: Version) -> tuple[Any, ...]:
-    return version.metadata, version.parents, version.recipe, version.base, version.step

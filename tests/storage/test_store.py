@@ -681,3 +681,23 @@ def test_nothing_is_committed_that_a_reader_would_call_damaged(local: Store, dra
         local.commit([], snapshot=SnapshotDraft(id="s1", step=step, adapters=members))
     assert again(local).resolve("a") == version
     assert [entry.seq for entry in again(local).log()] == [1]
+
+
+def test_the_same_put_again_makes_no_entry(local: Store) -> None:
+    """Equal content of which the same is said is there already: neither bytes nor an entry, until something is new."""
+    first = local.put("a", tensors(1), CONFIG, metadata={"loss": 1}, tags=["best"])
+    assert local.put("a", tensors(1), CONFIG, metadata={"loss": 1}, tags=["best"]) == first
+    again = local.commit([local.stage("a", tensors(1), CONFIG, metadata={"loss": 1})])
+    assert (again.new, again.seq, again.versions["a"]) == (False, 1, first)
+    assert len(local.log()) == 1
+    local.put("a", tensors(1), CONFIG, metadata={"loss": 2})
+    local.put("a", tensors(1), CONFIG, metadata={"loss": 2}, tags=["last"])
+    local.put("a", tensors(1), CONFIG, metadata={"loss": 2}, step=7)
+    local.put("a", tensors(2), CONFIG)
+    local.put("a", tensors(1), CONFIG, metadata={"loss": 2}, step=7)  # the latest again, which it was not
+    assert [[change.verb for change in entry.changes] for entry in local.log()] == [
+        ["put", "tag"], ["put"], ["tag"], ["put"], ["put"], ["put"],
+    ]  # fmt: skip
+    gone = local.delete("a@" + local.versions("a")[0].id)
+    assert local.put("a", tensors(2), CONFIG).id == gone.id  # put anew after its deletion
+    assert local.resolve("a").id == gone.id

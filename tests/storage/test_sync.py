@@ -225,7 +225,10 @@ def test_what_the_target_deleted_does_not_come_back(pair: tuple[Store, Store]) -
     assert target.names() == ["a001", "z"]
     assert target.snapshots() == []
     assert len(report.plan.kept) == 2
-    source.put("a000", tensors(0), CONFIG)  # put anew: the source wants it again
+    source.put("a000", tensors(0), CONFIG)  # the same again says nothing new
+    sync(source, target)
+    assert "a000" not in target.names()
+    source.put("a000", tensors(0), CONFIG, metadata={"again": True})  # put anew: the source wants it again
     sync(source, target)
     assert "a000" in target.names()
 
