@@ -19,6 +19,7 @@
     │   ├── ConflictError                  another writer decided otherwise; nothing was written
     │   ├── DamagedError        (ValueError)   truncated, altered, pickled or otherwise not the bytes we wrote
     │   │   └── ReplicaIncompleteError     a replica holds an entry but not yet its files
+    │   ├── UntrustedError                 unsigned, or signed by none of the trusted keys
     │   ├── OutcomeUnknownError            the commit may or may not have happened
     │   └── StorageError        (OSError)  the storage itself failed
     │       ├── StorageDeniedError  (PermissionError)  no permission, expired or missing credentials
@@ -76,6 +77,7 @@ __all__ = [
     "StoreFormatError",
     "StoreNotFoundError",
     "UnsupportedError",
+    "UntrustedError",
     "UsageError",
     "choices",
 ]
@@ -175,6 +177,10 @@ class DamagedError(StoreError, ValueError):
 
 class ReplicaIncompleteError(DamagedError):
     """An entry has been replicated, the files that it names have not."""
+
+
+class UntrustedError(StoreError):
+    """No trusted key signed what the version claims."""
 
 
 class OutcomeUnknownError(StoreError):

@@ -44,6 +44,8 @@ class StoreOptions:
     url: str | None = option("${oc.env:MULTILORA_STORE,null}", "the store's root: a folder or any fsspec URL")
     options: dict[str, Any] = option({}, "what the storage is told, e.g. {endpoint_url: ...}")
     demo: bool = option(False, "the embedded demo's own store")
+    signing_key: str | None = option(None, "sign what is put: a file with an ed25519 private key, or env:NAME")
+    trusted_keys: list[str] | None = option(None, "files of public keys; refuse to read what none of them signed")
 
 
 @dataclass

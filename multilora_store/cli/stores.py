@@ -44,7 +44,12 @@ def store_if_any(options: Common, terminal: Terminal, *, create_demo: bool = Fal
         return open_store(folder)
     if not options.store.url:
         return None
-    return open_store(local_path(options.store.url), **options.store.options)
+    return open_store(
+        local_path(options.store.url),
+        signing_key=options.store.signing_key,
+        trusted_keys=options.store.trusted_keys,
+        **options.store.options,
+    )
 
 
 def store_for_set(options: Common, terminal: Terminal, *, first: bool = True) -> Store | None:

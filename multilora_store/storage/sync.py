@@ -21,6 +21,7 @@ from multilora_store.errors import (
     StoreNotFoundError,
     UsageError,
 )
+from multilora_store.storage.arguments import as_several, of_type
 from multilora_store.storage.changes import Change, Import, Origin
 from multilora_store.storage.divergence import Diverged
 from multilora_store.storage.journal import Journal
@@ -124,12 +125,15 @@ def sync(
         ProtectedError: more would be removed than `max_delete`.
         ConflictError: the stores diverged and that is refused, or the source is not the one it was.
         DamagedError: a file of the source is not what was stored; the target is as it was.
+        UntrustedError: a store was opened with trusted keys, and none of them signed what is to be brought.
         StorageError: one of the storages failed; repeat it, and what was copied is not copied again.
     """
     selection = Selection(
-        include=_patterns(include, "include"), exclude=_patterns(exclude, "exclude"),
-        tags=_patterns(tags or (), "tags"), snapshot=snapshot,
+        include=as_several(include, "include"), exclude=as_several(exclude, "exclude"),
+        tags=as_several(tags or (), "tags"), snapshot=snapshot,
     )  # fmt: skip
+    of_type(jobs, int, "jobs", "a whole number")
+    of_type(max_delete, int, "max_delete", "a whole number")
     started = time.monotonic()
     source, target = _opened(source), _opened(target)
     if source.url == target.url:
@@ -140,12 +144,6 @@ def sync(
     job = _Job(source, target, selection, delete, max_delete, diverged, jobs, bandwidth, progress)
     report = job.report(SyncPlan()) if job.unchanged() else job.again_if_vanished(dry_run)
     return replace(report, seconds=time.monotonic() - started, dry_run=dry_run)
-
-
-def _patterns(given: Sequence[str], what: str) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise UsageError(f"{what} is the string {given!r}", remedy=f"give a list: [{given!r}]")
-    return tuple(given)
 
 
 def _opened(store: str | os.PathLike[str] | Store) -> Store:
@@ -222,12 +220,16 @@ class _Job:
 
         Raises:
             ProtectedError: it removes more than `max_delete`.
+            UntrustedError: either store trusts keys, of which none signed a version that is to be brought.
         """
         since = self._since(ours, theirs)
         plan = plan_sync(
             ours, theirs, selection=self.selection, base=self._base(ours, theirs, since), since=since,
             delete=self.delete, diverged=self.diverged, where=self.source.url,
         )  # fmt: skip
+        for trusted in filter(None, (self.source.files.trusted, self.target.files.trusted)):
+            for version in plan.puts:
+                trusted.check(version, self.source.url)
         if plan.removals > self.max_delete:
             raise ProtectedError(
                 f"the sync would remove {plan.removals} versions and snapshots from {self.target.url}",

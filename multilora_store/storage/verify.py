@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from multilora_store.adapter import AdapterConfig, Ref
-from multilora_store.errors import ConfigError, DamagedError, MultiLoRAError, StorageError
+from multilora_store.errors import ConfigError, DamagedError, MultiLoRAError, StorageError, UntrustedError
 from multilora_store.storage.blobs import Blobs
-from multilora_store.storage.checks import check_config, check_header, check_model
+from multilora_store.storage.checks import check_config, check_header, check_identity, check_model
 from multilora_store.storage.codec import lazy_from_bytes, lazy_from_file, nonfinite, read_header
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, VersionRecord
 from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.records import sha256
+from multilora_store.storage.signing import TrustedKeys
 from multilora_store.storage.state import Snapshot, Version
 
 if TYPE_CHECKING:
-    from multilora_store.storage.store import Store
+    from multilora_store.storage.view import StoreView
 
 __all__ = ["Finding", "VerifyReport", "rank_faults", "verify"]
 
 Kind = Literal[
-    "journal", "missing", "record", "config", "size", "header", "hash", "shape", "empty", "nonfinite", "storage"
-]
+    "journal", "missing", "record", "config", "size", "header", "hash", "shape", "empty", "nonfinite", "storage",
+    "signature",
+]  # fmt: skip
 
 _LORA_A: Final = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?:\.weight)?$"
@@ -72,12 +75,13 @@ class VerifyReport:
 
 
 def verify(
-    store: Store,
+    store: StoreView,
     ref: str | Ref | None = None,
     *,
     deep: bool = True,
     threads: int = 4,
     progress: Listener | None = None,
+    trusted_keys: TrustedKeys | Iterable[str | os.PathLike[str]] | None = None,
 ) -> VerifyReport:
     """Checks files against records: sizes, headers, shapes against the configuration's ranks; deep: every byte.
 
@@ -87,6 +91,8 @@ def verify(
         deep: Also hashes every tensor and looks for NaN and infinities.
         threads: How many versions are checked side by side.
         progress: Called after each version.
+        trusted_keys: Files of public keys; a version that none of them signed is a finding. By default the
+            store's own, if it was opened with some.
 
     Raises:
         NotInStoreError: `ref` names nothing.
@@ -105,6 +111,9 @@ def verify(
         return found
 
     findings = [] if ref is not None else list(_check_journal(store))
+    trusted = TrustedKeys.of(trusted_keys) or store.files.trusted
+    if trusted is not None:
+        findings += [found for version in versions for found in _check_signature(store, version, trusted)]
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for found in pool.map(check, unique):
             findings += found
@@ -116,7 +125,7 @@ def verify(
     )  # fmt: skip
 
 
-def _check_journal(store: Store) -> Iterator[Finding]:
+def _check_journal(store: StoreView) -> Iterator[Finding]:
     """The whole history from its first entry, and no entry behind a gap."""
     try:
         state = store.journal.refold()
@@ -132,10 +141,17 @@ def _check_journal(store: Store) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _check_version(store: Store, version: Version, deep: bool) -> Iterator[Finding]:
+def _check_signature(store: StoreView, version: Version, trusted: TrustedKeys) -> Iterator[Finding]:
+    try:
+        trusted.check(version, store.url)
+    except UntrustedError as error:
+        yield _finding("signature", str(version), "journal/", error)
+
+
+def _check_version(store: StoreView, version: Version, deep: bool) -> Iterator[Finding]:
     blobs, subject = store.blobs, str(version)
     try:
-        record = store.files.record(version)
+        record = store.files.recorded(version)
     except MultiLoRAError as error:
         yield _finding("missing" if blobs.stat(f"{version.directory}/version.json") is None else "record",
                        subject, f"{version.directory}/version.json", error)  # fmt: skip
@@ -150,6 +166,8 @@ def _check_version(store: Store, version: Version, deep: bool) -> Iterator[Findi
             if record is not None:
                 check_config(data, record, key)
             config = AdapterConfig.parse(data, where=key)
+            if record is not None:
+                check_identity(config, record, key)
     except (DamagedError, ConfigError, StorageError) as error:
         yield _finding("storage" if isinstance(error, StorageError) else "config", subject, key, error)
     yield from _check_model(blobs, f"{version.directory}/{MODEL_FILE}", subject, record, config, deep)
@@ -208,7 +226,7 @@ def _check_bytes(
         )  # fmt: skip
 
 
-def _check_snapshot(store: Store, snapshot: Snapshot, deep: bool) -> Iterator[Finding]:
+def _check_snapshot(store: StoreView, snapshot: Snapshot, deep: bool) -> Iterator[Finding]:
     subject = f"snapshot {snapshot.id}"
     for path, record in snapshot.files.items():
         key = f"{snapshot.directory}/{path}"
