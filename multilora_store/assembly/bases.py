@@ -193,8 +193,9 @@ def hf_base(
             if gguf is not None:
                 raise BaseModelError(f"{folder}: a GGUF file cannot be opened on meta", remedy="convert it first")
             config = AutoConfig.from_pretrained(folder, **options)
+            asked = {} if dtype == "auto" else {"dtype": _dtype(dtype)}
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **asked)
         else:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype(dtype), **options).to(device)
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,4 +39,22 @@ def build_base(choice: Mapping[str, Any] | None, *, meta: bool = False) -> Any:
         parameters["path"] = str(Path(parameters["path"]).expanduser())
     if meta and "device" in parameters:
         parameters["device"] = "meta"
-    return build(str(choice.get("provider", "")), **parameters)
+    with _no_foreign_bars():
+        return build(str(choice.get("provider", "")), **parameters)
+
+
+@contextmanager
+def _no_foreign_bars() -> Iterator[None]:
+    """Keeps transformers from drawing bars of its own where nobody watches."""
+    if sys.stderr.isatty() or importlib.util.find_spec("transformers") is None:
+        yield
+        return
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -87,6 +87,9 @@ class ShardOptions:
 
     backend: str | None = option(None, "fsdp2, fsdp1, or null: not at all")
     granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block; auto")
+    load: str = option(
+        "all", "all: each rank reads base and adapters; first: one does, and sends the others their shards"
+    )
 
 
 @dataclass

@@ -62,7 +62,9 @@ def test_a_hugging_face_folder(llama: Path) -> None:
     empty = build_base("hf", path=str(llama), device="meta")
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert base_fingerprint(model).startswith(base_fingerprint(empty))
-    assert next(build_base("hf", path=str(llama), dtype="bfloat16").parameters()).dtype == torch.bfloat16
+    for device in ("cpu", "meta"):
+        cast = build_base("hf", path=str(llama), dtype="bfloat16", device=device)
+        assert {parameter.dtype for parameter in cast.parameters()} == {torch.bfloat16}
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path, llama: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from multilora_store.storage import open_store
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,11 +29,13 @@ def torchrun(folder: Path, *arguments: str, ranks: int = 2) -> subprocess.Comple
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fsdp2", "fsdp1"])
-def test_assemble_sharded_saves_and_prints_once(here: Path, store: str, backend: str) -> None:
-    """Case 56: two ranks, one resolved set, one document, no folder."""
-    line = ["-m", "multilora_store", "assemble", "+adapters=[a,b]", f"shard={backend}", "output=json"]
-    done = torchrun(here, *line, f"store.url={store}", "base=demo", "save.step=3")
+@pytest.mark.parametrize(("backend", "load"), [("fsdp2", "first"), ("fsdp1", "all")])
+def test_assemble_sharded_saves_and_prints_once(here: Path, store: str, backend: str, load: str) -> None:
+    """Case 56: two ranks, one resolved set, one document, no folder; read by each of them, or by the first alone."""
+    held = open_store(store)
+    before = {name: [version.id for version in held.versions(name)] for name in ("a", "b")}
+    line = ["-m", "multilora_store", "assemble", "+adapters=[a,b]", f"shard={backend}", f"shard.load={load}"]
+    done = torchrun(here, *line, "output=json", f"store.url={store}", "base=demo", "save.step=3")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["world_size"] == 2
@@ -40,6 +44,7 @@ def test_assemble_sharded_saves_and_prints_once(here: Path, store: str, backend:
         assert sum(rank["adapters"][name] for rank in document["shard"]["ranks"]) == size
     assert document["shard"]["units"] > 0
     assert document["snapshot"]["step"] == 3
+    assert {name: [version.id for version in held.versions(name)] for name in ("a", "b")} == before, "the same content"
     assert list(here.iterdir()) == []
 
 

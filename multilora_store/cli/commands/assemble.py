@@ -66,6 +66,10 @@ def _check(options: AssembleOptions) -> None:
         raise UsageError("device=meta builds no bytes: there is nothing to shard, export or save")
     if saves and not (options.store.url or options.store.demo):
         raise UsageError("save needs a store", remedy="give store.url=FOLDER-or-URL, or set MULTILORA_STORE")
+    if options.shard.load not in ("all", "first"):
+        raise UsageError(f"unknown shard.load {options.shard.load!r}", remedy="all or first")
+    if options.shard.load == "first" and options.shard.backend != "fsdp2":
+        raise UsageError("shard.load=first needs shard=fsdp2", why="nothing else can wrap a model without values")
     if options.base is None and not options.dry_run:
         build_base(None)
 
@@ -106,6 +110,7 @@ def _assembled(
 ) -> Outcome:
     choice = plain(options.merge)
     merging = MergeStep(choice=choice) if choice is not None else None
+    device = device if options.shard.load == "all" or ranks.first else "meta"
     with terminal.progress("assembling") as progress:
         model = ranks.together("assemble", lambda: _model(options, lock, store, device, merging, progress))
     rows = [row if merging is None else replace(row, source="merge") for row in adapter_rows(model, lock)]
