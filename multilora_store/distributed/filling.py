@@ -111,7 +111,7 @@ def find_holding(model: nn.Module, mesh: DeviceMesh, ranks: Ranks) -> Holding | 
     """
     tensors = dict(_tensors(model))
     missing = ranks.share("tensors on meta", [name for name, tensor in tensors.items() if tensor.is_meta])
-    somewhere = {name for names in missing for name in names} - set.intersection(*map(set, missing))
+    somewhere = {name for names in missing for name in names} - set(missing[0]).intersection(*missing[1:])
     if not somewhere:
         return None
     readers = readers_of(mesh, ranks)
