@@ -24,12 +24,21 @@ from multilora_store.storage.peft_folder import (
     refuse_without_config,
 )
 from multilora_store.storage.progress import Listener, Meter
+from multilora_store.storage.verify import rank_faults
 
 if TYPE_CHECKING:
     from multilora_store.storage.state import Version
     from multilora_store.storage.store import Store
 
-__all__ = ["FoundAdapter", "PeftFolder", "export_adapter", "import_peft", "plan_import", "read_peft_dir"]
+__all__ = [
+    "FoundAdapter",
+    "PeftFolder",
+    "export_adapter",
+    "import_peft",
+    "plan_import",
+    "read_peft_dir",
+    "refuse_rank_mismatch",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,7 @@ def import_peft(
     prefix: str = "",
     tags: Sequence[str] = (),
     progress: Listener | None = None,
+    allow_rank_mismatch: bool = False,
 ) -> list[Version]:
     """Puts what PEFT wrote into the store, all in one entry, the original files' bytes kept.
 
@@ -61,6 +71,7 @@ def import_peft(
         prefix: Goes before every name, as in `team/`.
         tags: Tags for every version.
         progress: Called after each adapter that is read from elsewhere, and after each that is stored.
+        allow_rank_mismatch: Also takes tensors whose rank is not the one that the configuration says.
 
     Returns:
         The versions, in the order of their names.
@@ -73,6 +84,8 @@ def import_peft(
     sizes = folder.sizes()
     found = plan_import(list(sizes), folder.where, name=name, prefix=prefix)
     read = _read_all(folder, found, sizes, allow_pickle, progress)
+    if not allow_rank_mismatch:
+        refuse_rank_mismatch(read)
     requests = [
         {
             "name": adapter_name, "tensors": one.tensors, "config": one.config, "files": one.files or None,
@@ -83,6 +96,19 @@ def import_peft(
     staged = store.stage_many(requests, progress=progress)
     versions = store.commit(staged).versions
     return [versions[adapter.name] for adapter in found]
+
+
+def refuse_rank_mismatch(read: Mapping[str, PeftFolder]) -> None:
+    """Raises UsageError if a tensor's rank contradicts its adapter's configuration: no model would load it."""
+    for one in read.values():
+        faults = list(rank_faults(one.config, {name: tuple(tensor.shape) for name, tensor in one.tensors.items()}))
+        if faults:
+            raise UsageError(
+                f"{one.where} contradicts itself: {faults[0]}",
+                why=f"and so do {len(faults) - 1} more of its tensors" if len(faults) > 1 else "",
+                remedy="give it the configuration that it was trained with; allow_rank_mismatch=true takes it as it is",
+                tensors=faults,
+            )
 
 
 def _read_all(

@@ -13,7 +13,7 @@ import torch
 from samples import CONFIG, same, tensors
 
 from multilora_store.errors import ConfigError, DamagedError, ExistsError, NameNotAllowedError, UsageError
-from multilora_store.storage import Store, export_adapter, import_peft, open_store, read_peft_dir
+from multilora_store.storage import Store, export_adapter, import_peft, open_store, read_peft_dir, sync
 from multilora_store.storage.codec import encode
 from multilora_store.storage.peft_dirs import FoundAdapter, plan_import
 
@@ -45,6 +45,18 @@ def test_real_adapters_keep_their_bytes(store: Store, shared: Path, tmp_path: Pa
         assert same(store.get(version.name).tensors, read_peft_dir(original).tensors)
     assert store.verify().ok
     assert import_peft(store, shared / "data/adapters", prefix="demo/")[0].directory == versions[0].directory
+
+
+def test_ranks_that_contradict_the_configuration_are_not_imported(store: Store, tmp_path: Path) -> None:
+    """Case 2: PEFT would fail to load it; it is refused at the door, with the tensor, and nothing comes in."""
+    write(tmp_path / "several/good", 1)
+    write(tmp_path / "several/wrong", 2, {**CONFIG, "r": 3})
+    for take in (lambda: import_peft(store, tmp_path / "several"), lambda: sync(tmp_path / "several", store)):
+        with pytest.raises(UsageError, match="wrong contradicts itself: tensor .*has rank 2, the configuration says 3"):
+            take()
+    assert not (tmp_path / "store").exists()
+    assert len(import_peft(store, tmp_path / "several", allow_rank_mismatch=True)) == 2
+    assert {finding.kind for finding in store.verify().findings} == {"shape"}
 
 
 def test_remote_real_adapters_are_equal(shared: Path, memory_url: str) -> None:
@@ -221,7 +233,7 @@ def test_an_old_config_keeps_its_bytes(store: Store, shared: Path, tmp_path: Pat
     folder = write(tmp_path / "a", 0)
     for name in ("p01_bloom_enable_lora_2023", "x00_loftq", "x07_bom"):
         shutil.copy(shared / f"data/configs/{name}.json", folder / CONFIG_FILE)
-        version = import_peft(store, folder)[0]
+        version = import_peft(store, folder, allow_rank_mismatch=True)[0]  # the weights are not theirs
         assert (store.path(version) / CONFIG_FILE).read_bytes() == (folder / CONFIG_FILE).read_bytes()
     assert "older PEFT" in caplog.text
 
