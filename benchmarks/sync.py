@@ -92,8 +92,9 @@ def make_bucket(endpoint: str, name: str, patience: float = 10) -> None:
     while True:
         try:
             urllib.request.urlopen(endpoint, timeout=5).close()
-        except urllib.error.HTTPError:
-            pass  # it answers, and wants a signature
+        except urllib.error.HTTPError as answer:
+            if answer.code != 403:  # it is up, and wants a signature
+                raise
         except OSError:
             if time.monotonic() > deadline:
                 raise
