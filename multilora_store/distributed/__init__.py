@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from multilora_store.distributed.planning import Plan, plan
     from multilora_store.distributed.restoring import restore
     from multilora_store.distributed.saving import save
+    from multilora_store.distributed.schedule import SaveSchedule
     from multilora_store.distributed.wrap import shard
 
 _HOMES = {
     "AuditReport": "auditing",
     "Plan": "planning",
     "SaveHandle": "handle",
+    "SaveSchedule": "schedule",
     "activate": "activation",
     "active": "activation",
     "attach": "live",
@@ -35,6 +37,7 @@ __all__ = [
     "AuditReport",
     "Plan",
     "SaveHandle",
+    "SaveSchedule",
     "activate",
     "active",
     "attach",

@@ -20,15 +20,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
-from multilora_store.assembly.bridge import adapter_names, peft_model
+from multilora_store.assembly.bridge import peft_model
 from multilora_store.distributed import restore, save
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
+from multilora_store.distributed.schedule import retain
 from multilora_store.distributed.sharded import backend_of, ranks_of, wrapping_of
 from multilora_store.errors import DamagedError, ShardedModelError, UnsupportedError, UsageError
 from multilora_store.integrations.accelerate import mark_prepared, plain_optimizer
 from multilora_store.storage import Snapshot, Store
-from multilora_store.storage.retention import apply_retention
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -180,8 +180,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         )
         self._saved_step = state.global_step
         if self.keep:
-            keep, names = self.keep, adapter_names(model)
-            ranks.from_first("retention", lambda: apply_retention(self.store, keep, adapters=names).to_json())
+            retain(model, self.store, self.keep, ranks)
 
     def _extra(self, state: TrainerState, given: Mapping[str, Any], ranks: Ranks) -> dict[str, bytes]:
         scheduler = given.get("lr_scheduler")
