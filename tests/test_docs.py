@@ -414,6 +414,7 @@ LINES = (
     "sync s ./copy",
     "gc store.url=s",
     "doctor '+adapters=[a,b]' store.url=s base=demo",
+    "doctor ./peft",
     "verify store.url=s",
     "verify store.url=s profile=vllm",
     "merge '+adapters=[a,b]' merge=linear merge.into=ab store.url=s",

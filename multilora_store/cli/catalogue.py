@@ -78,6 +78,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
         examples=(
             "import ./my-adapter",
             "import ./checkpoint-100 name=team/code tags=[best]",
+            "import ./checkpoint-100 configs.code=./adapter_config.json allow_pickle=true  # of a whole model",
             "import kohya://s3://bucket/style.safetensors#component=unet",
         ),
         words=("source", "name"),
@@ -190,8 +191,13 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
     ),
     Command(
         name="doctor",
-        summary="look at a store and a set for everything that goes wrong; exit code 3 if something is found",
-        examples=("doctor", "doctor '+adapters=[a,b]' base=hf base.path=/models/llama plugins=[effect_check]"),
+        summary="look at a store, a set or a checkpoint for everything that goes wrong; exit code 3 if there is any",
+        examples=(
+            "doctor",
+            "doctor '+adapters=[a,b]' base=hf base.path=/models/llama plugins=[effect_check]",
+            "doctor ./checkpoint-100  # of PEFT, transformers, accelerate, torch or DeepSpeed",
+        ),
+        words=("checkpoint",),
         demo=True,
     ),
     Command(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["NOTE", "demo_overrides", "demo_store_folder", "seed_store"]
 
 NOTE: Final = "This is the embedded demo: a tiny base, random adapters a, b, c, a store in {folder}"
-_OWN_WORLD: Final = ("store", "base", "lock_from")
+_OWN_WORLD: Final = ("store", "base", "lock_from", "checkpoint")
 
 
 def demo_store_folder() -> Path:

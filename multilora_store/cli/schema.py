@@ -52,7 +52,8 @@ class ImportOptions(Common):
     source: str = option(MISSING, "a PEFT folder, one of several, a checkpoint-N; a path, a URL, kohya://FILE, ...")
     name: str | None = option(None, "the adapter's name; null: the folder's or file's")
     prefix: str = option("", "put before every name, e.g. team/")
-    allow_pickle: bool = option(False, "read .bin files too (weights only)")
+    configs: dict[str, Any] = option({}, "out of a checkpoint of a whole model: configs.NAME=its adapter_config.json")
+    allow_pickle: bool = option(False, "read pickles too, by restricted loading: .bin, .pt, distributed checkpoints")
     tags: list[str] = option([], "tags to set on what was imported")
 
 
@@ -167,6 +168,9 @@ class VerifyOptions(Common):
 @dataclass
 class DoctorOptions(ManifestOptions):
     """Options of `doctor`."""
+
+    checkpoint: str | None = option(None, "another tool's checkpoint on this machine, instead of a store and a set")
+    allow_pickle: bool = option(False, "look into pickles of that checkpoint too, by restricted loading")
 
 
 @dataclass

@@ -21,7 +21,7 @@ from multilora_store.integrations.checkpoint_pickles import Piece, Sharded, load
 from multilora_store.storage.codec import lazy_from_file
 from multilora_store.storage.failures import translated
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint", "open_checkpoint"]
 
 Shape = tuple[int, ...]
 
@@ -62,7 +62,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False)
         DamagedError: a file is not what its name says, or a rank's file is missing.
     """
     target = Path(path)
-    kind, files = _find(target)
+    kind, files = find_checkpoint(target)
     if kind == "safetensors":
         return _safetensors(target, files)
     if not allow_pickle:
@@ -78,7 +78,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False)
         return _rank_files(target, files) if kind == "ranks" else _torch_file(files[0])
 
 
-def _find(target: Path) -> tuple[str, list[Path]]:
+def find_checkpoint(target: Path) -> tuple[str, list[Path]]:
+    """What lies at a local path (`safetensors`, `torch`, `distributed` or `ranks`), and its files; none is opened.
+
+    Raises:
+        UsageError: nothing is there, or nothing that is known.
+        DamagedError: an index that is none, or the file of a rank is missing.
+    """
     if target.is_file():
         if target.suffix == ".safetensors":
             return "safetensors", [target]

@@ -23,8 +23,9 @@ from multilora_store.storage.contents import CONFIG_FILE
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store, Version
+    from multilora_store.storage.progress import Listener
 
-__all__ = ["Config", "read_adapters", "rescue"]
+__all__ = ["PAIRS", "Config", "adapter_in", "from_root", "read_adapters", "rescue"]
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ _HOLDERS: Final = frozenset(
         "trainable_tokens_delta",
     }
 )
-_PAIRS: Final = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
+PAIRS: Final = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B"))
 
 
 def rescue(
@@ -55,6 +56,7 @@ def rescue(
     allow_pickle: bool = False,
     tags: Sequence[str] = (),
     step: int | None = None,
+    progress: Listener | None = None,
 ) -> list[Version]:
     """Puts the adapters that a checkpoint of a whole PEFT model holds into the store, all in one entry.
 
@@ -68,6 +70,7 @@ def rescue(
             the metadata of distributed checkpoints by an unpickler that knows torch's own record types only.
         tags: Tags for every version.
         step: The training step, recorded with the versions.
+        progress: Called after each adapter.
 
     Returns:
         The versions, in the order of `configs`.
@@ -88,7 +91,7 @@ def rescue(
         }
         for name, tensors in found.items()
     ]  # fmt: skip
-    versions = store.commit(store.stage_many(requests)).versions
+    versions = store.commit(store.stage_many(requests, progress=progress)).versions
     return [versions[name] for name in parsed]
 
 
@@ -148,8 +151,8 @@ def _owned(checkpoint: Checkpoint, configs: Mapping[str, AdapterConfig]) -> dict
     named: dict[str, dict[str, str]] = defaultdict(dict)
     nameless: dict[str, str] = {}
     for key in checkpoint.shapes:
-        plain = _from_root(key)
-        inside = _adapter_in(plain)
+        plain = from_root(key)
+        inside = adapter_in(plain)
         if inside is None:
             continue
         canonical = canonical_tensor_name(plain, inside or None)
@@ -177,13 +180,13 @@ def _owned(checkpoint: Checkpoint, configs: Mapping[str, AdapterConfig]) -> dict
     return {name: named[name] for name in configs}
 
 
-def _from_root(key: str) -> str:
+def from_root(key: str) -> str:
     """The key from the PeftModel on: what holds the model (`model.`, `module.`) goes, as do wrappers' segments."""
     start = key.find(PREFIX)
     return canonical_tensor_name(key[start:] if start > 0 and key[start - 1] == "." else key)
 
 
-def _adapter_in(key: str) -> str | None:
+def adapter_in(key: str) -> str | None:
     """The adapter's name inside the model, "" where the key is an adapter's but names none, None for the base's."""
     segments = key.split(".")
     for index in range(len(segments) - 1, -1, -1):
@@ -240,7 +243,7 @@ def _check_whole(
 ) -> None:
     """Raises CoverageError unless every factor has its partner, of the rank that the configuration says."""
     wrong: list[str] = []
-    for left, right in _PAIRS:
+    for left, right in PAIRS:
         for one, other in ((left, right), (right, left)):
             paths = [key.removesuffix(one) for key in keys if key.endswith("." + one)]
             wrong += [f"{path}{other} is missing" for path in paths if path + other not in keys]
@@ -271,7 +274,7 @@ def _check_targets(keys: Mapping[str, str], checkpoint: Checkpoint, config: Adap
     if not any(config.raw.get(key) for key in ("layers_to_transform", "exclude_modules")):
         bases = {
             plain.removeprefix(PREFIX).removesuffix(".base_layer.weight")
-            for plain in map(_from_root, checkpoint.shapes)
+            for plain in map(from_root, checkpoint.shapes)
             if plain.endswith(".base_layer.weight")
         }
         wrong += [

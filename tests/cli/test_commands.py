@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from multilora_store import open_store
+
 Run = Callable[[str], Any]
 
 
@@ -370,6 +372,76 @@ def test_doctor(run: Run, store: str) -> None:
     result = run(f"doctor '+adapters=[a]' store={store} base=demo base.layers=2")
     assert result.code == 3
     assert "does not fit the model" in result.out
+
+
+def test_doctor_says_what_exists_and_groups_what_the_audit_finds(run: Run, store: str) -> None:
+    result = run(f"doctor '+adapters=[a,b]' adapters.b.active=false store={store} base=demo")
+    assert result.code == 0, result.out
+    assert result.out.splitlines()[:2] == ["2 adapters exist: a, b", "active: a; trainable: none"]
+    line = f"doctor '+adapters=[a,b]' adapters.b.active=false adapters.b.trainable=true store={store} base=demo"
+    result = run(line)
+    assert result.code == 3
+    assert "audit: b: 32 tensors: trainable, but its adapter is not active" in result.out
+    assert "  remedy: adapters.NAME.active=true, or adapters.NAME.trainable=false" in result.out
+    (one,) = run(f"{line} output=json").document["findings"]
+    assert all(one[key] for key in ("area", "subject", "what", "cause", "evidence", "remedy"))
+
+
+def test_doctor_on_another_tool_s_checkpoint(run: Run, store: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of the environment is not looked at then; no store at all is needed."""
+    from safetensors.torch import load_file, save_file
+
+    assert run(f"export b ./b store={store}").code == 0
+    assert run("doctor ./b").out.splitlines()[0] == "./b: PEFT adapters"
+    file = here / "b" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({key: value[:0] for key, value in tensors.items()}, file)
+    monkeypatch.setenv("MULTILORA_STORE", str(here.parent / "not-there"))
+    result = run("doctor ./b")
+    assert result.code == 3
+    assert f"checkpoint: default: {len(tensors)} of {len(tensors)} tensors are empty" in result.out
+    assert all(f"  {word}: " in result.out for word in ("cause", "evidence", "remedy"))
+    assert result.err == ""
+    assert run("doctor ./b '+adapters=[b]'").code == 2
+    assert run("doctor ./nothing").code == 2
+
+
+def test_import_out_of_a_checkpoint_of_a_whole_model(run: Run, store: str, here: Path) -> None:
+    """What accelerate or torch saved of a model with adapters; the step is the trainer's."""
+    import torch
+
+    from multilora_store.assembly import assemble
+    from multilora_store.assembly.bases import demo_base
+
+    model = assemble(demo_base(), {name: name for name in ("a", "b")}, store=open_store(store))
+    folder = here / "checkpoint-12"
+    folder.mkdir()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    (folder / "trainer_state.json").write_text('{"global_step": 12}')
+    run(f"export b ./b store={store}")
+    other = f"store={here.parent / 'rescued'}"
+    refused = run(f"import ./checkpoint-12 {other}")
+    assert refused.code == 2
+    assert "is a checkpoint of transformers' Trainer, step 12: a model as a pickle" in refused.err
+    assert "configs.NAME=adapter_config.json" in refused.err
+    line = f"import ./checkpoint-12 configs.b=./b/adapter_config.json {other}"
+    assert "allow_pickle" in run(line).err
+    assert run(f"{line} allow_pickle=true name=x").code == 2
+    result = run(f"{line} allow_pickle=true output=json")
+    assert result.code == 0, result.err
+    assert (result.document["new"], result.document["adapters"][0]["step"]) == (["b"], 12)
+    stored, mine = open_store(here.parent / "rescued").get("b"), open_store(store).get("b")
+    assert stored.version.digest == mine.version.digest
+    doctored = run("doctor ./checkpoint-12 allow_pickle=true output=json").document
+    assert [one["name"] for one in doctored["checkpoint"]["adapters"]] == ["a", "b"]
+
+
+def test_import_says_what_was_new(run: Run, store: str) -> None:
+    run(f"export b ./b store={store}")
+    again = run(f"import ./b store={store}")
+    assert (again.code, again.out.splitlines()[-1]) == (0, "nothing was new: the store holds this very content already")
+    assert run(f"import ./b c store={store} output=json").document["new"] == ["c"]
+    assert run(f"import ./b c store={store} output=json").document["new"] == []
 
 
 def test_a_server_s_profile(run: Run, store: str) -> None:

@@ -212,7 +212,7 @@ def test_only_rank_0_prints(run: Run, store: str, monkeypatch: pytest.MonkeyPatc
 def test_ranks_that_fail_alike_say_so_once_and_a_rank_that_fails_alone_says_so(
     run: Run, store: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of the launch that is missing on one machine, a variable that one rank alone has: it must not be silent."""
+    """A file that is missing on one machine, a variable that one rank alone has: it must not end in silence."""
     said = []
     for rank, line in (("0", "list"), ("1", "list nope=1"), ("2", "list nope=1"), ("3", "list other=1")):
         (here.parent / "attempt_0" / rank).mkdir(parents=True)

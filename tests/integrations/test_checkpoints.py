@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -238,6 +239,20 @@ def test_every_sharded_way_gives_back_the_whole_adapters(
     with pytest.raises(UsageError, match="is a pickle"):
         rescue(store, sharded[fsdp] / way, configs=CONFIGS)
     assert_rescued(store, rescue(store, sharded[fsdp] / way, configs=CONFIGS, allow_pickle=True))
+
+
+@pytest.mark.parametrize(("fsdp", "way"), WAYS)
+def test_the_doctor_knows_every_sharded_way(sharded: dict[int, Path], fsdp: int, way: str) -> None:
+    """What it is without opening a pickle; with leave, each adapter of it, and no fault but the lack of configs."""
+    from multilora_store.integrations.inspection import inspect_checkpoint
+
+    kinds = {"dcp": "distributed", "torch": "distributed", "ranks": "ranks", "local": "ranks", "full": "torch"}
+    closed = inspect_checkpoint(sharded[fsdp] / way)
+    assert (closed.recognised.kind, len(closed.adapters)) == (kinds[way], 0)
+    assert [one.what for one in closed.findings] == ["it is a pickle, so it was not looked into"]
+    found = inspect_checkpoint(sharded[fsdp] / way, allow_pickle=True)
+    assert [one.name for one in found.adapters] == ["a", "b", "c"]
+    assert not [one for one in found.findings if re.search("empty|flat|partner|NaN|prefix", one.what)]
 
 
 @pytest.mark.parametrize("way", ["dcp", "ranks"])

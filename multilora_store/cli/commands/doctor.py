@@ -1,62 +1,194 @@
-"""`doctor`: everything that can be looked at in a store and a set, each finding with what would do."""
+"""`doctor`: everything that can be looked at in a store, a set or a checkpoint, each finding with what would do."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final
 
 from multilora_store.cli.models import build_base
-from multilora_store.cli.outcome import Outcome, Table
+from multilora_store.cli.outcome import Outcome, Table, count_in_words
 from multilora_store.cli.schema import DoctorOptions
 from multilora_store.cli.sets import locked
-from multilora_store.cli.stores import store_if_any
+from multilora_store.cli.stores import local_path, store_if_any
 from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.errors import MultiLoRAError, UsageError
+from multilora_store.integrations.inspection import Diagnosis, Inspection, inspect_checkpoint, some
 from multilora_store.plugins import default_registry
+
+if TYPE_CHECKING:
+    from multilora_store.distributed.auditing import AuditReport
+    from multilora_store.storage import Store
 
 __all__ = ["run"]
 
+_MENDED: Final = {
+    "meta": "give the base and the adapters their values before training: restore() or a base on a device",
+    "plain": "assemble every adapter before shard()",
+    "mesh": "shard the model once, on one mesh",
+    "optimizer": "build the optimizer after the wrap, from the trainable parameters",
+    "stale": "build the optimizer anew after attach() and detach()",
+    "gradient": "zero_grad(set_to_none=True) after a switch",
+    "flag": "set flags through activate(model, ..., trainable=[...]) alone",
+    "drift": "restore() the last snapshot, and switch on every rank alike",
+    "idle": "adapters.NAME.active=true, or adapters.NAME.trainable=false",
+}
+"""Kind of an audit's finding -> what would do."""
+
 
 def run(options: DoctorOptions, terminal: Terminal) -> Outcome:
-    """Verify the store; assemble and audit the set, if one is named; exit code 3 if anything is found."""
-    store = store_if_any(options, terminal)
+    """Verify the store; assemble and audit the set, if one is named; or look into a checkpoint; 3 if anything is found.
+
+    Raises:
+        UsageError: there is nothing to look at, or a checkpoint and a set at once.
+    """
     named = bool(options.adapters or options.snapshot or options.lock_from)
+    if options.checkpoint is not None:
+        if named:
+            raise UsageError("doctor looks at a checkpoint or at a set", remedy="leave one of them out")
+        return _of_checkpoint(options.checkpoint, options.allow_pickle, terminal)
+    store = store_if_any(options, terminal)
     if store is None and not named:
-        raise UsageError("doctor needs something to look at", remedy="give store.url=..., or a set: '+adapters=[a,b]'")
-    looked, findings = [], []
+        raise UsageError(
+            "doctor needs something to look at",
+            remedy="give store.url=..., a set: '+adapters=[a,b]', or a checkpoint: doctor ./checkpoint-100",
+        )
+    looked, seen, findings = [], [], []
     if store is not None:
         looked.append("store")
-        with terminal.progress("verifying") as progress:
-            report = store.verify(progress=progress)
-        findings += [_finding("store", one.subject, one.message, one.remedy) for one in report.findings]
+        findings += _of_store(store, terminal)
     if named:
         looked.append("set")
         try:
-            findings += _of_set(options, store)
+            lines, found = _of_set(options, store, terminal)
+        except UsageError:
+            raise
         except MultiLoRAError as error:
-            if isinstance(error, UsageError):
-                raise
-            findings.append(_finding("assembly", "", f"{error.what} {error.why}".strip(), error.remedy))
-    rows = [(one["area"], one["subject"], one["what"], one["remedy"]) for one in findings]
-    document = {"store": store.url if store else None, "looked_at": looked, "ok": not findings, "findings": findings}
-    if not findings:
-        return Outcome(document=document, view=[f"looked at the {' and the '.join(looked)}: nothing wrong"])
-    table = Table(columns=("area", "what", "finding", "remedy"), rows=rows)
-    return Outcome(document=document, view=[table], code=3)
+            lines, found = [], [_refused(error)]
+        seen += lines
+        findings += found
+    return _outcome(looked, store.url if store is not None else None, seen, findings, {"checkpoint": None})
 
 
-def _of_set(options: DoctorOptions, store: Any) -> list[dict[str, str]]:
+def _of_store(store: Store, terminal: Terminal) -> list[Diagnosis]:
+    with terminal.progress("verifying") as progress:
+        report = store.verify(progress=progress)
+    return [
+        Diagnosis(
+            area="store",
+            subject=one.subject,
+            what=one.message,
+            cause=f"{one.kind}: the files are not what the journal recorded",
+            evidence=one.path,
+            remedy=one.remedy,
+        )
+        for one in report.findings
+    ]
+
+
+def _of_set(options: DoctorOptions, store: Store | None, terminal: Terminal) -> tuple[list[str], list[Diagnosis]]:
+    """What exists and what is active; the audit, and every check that a plugin brings."""
     from multilora_store.assembly import assemble
     from multilora_store.distributed import audit
 
-    model = assemble(build_base(plain(options.base)), locked(options, store), store=store)
-    found = [_finding("audit", one.adapter, str(one), "") for one in audit(model).findings]
+    with terminal.progress("assembling") as progress:
+        model = assemble(build_base(plain(options.base)), locked(options, store), store=store, progress=progress)
+    report = audit(model)
+    found = list(_audited(report))
     registry = default_registry()
     for name in registry.names("audit_check"):
-        check = registry.get("audit_check", name).load()
-        found += [_finding(name, "", str(one), "") for one in check(model)]
-    return found
+        check = registry.get("audit_check", name)
+        said = [str(one) for one in check.load()(model)]
+        found += [Diagnosis(area=name, subject="", what=one, cause=check.description) for one in said]
+    return _states(report), found
 
 
-def _finding(area: str, subject: str, what: str, remedy: str) -> dict[str, str]:
-    return {"area": area, "subject": subject, "what": " ".join(what.split()), "remedy": remedy}
+def _audited(report: AuditReport) -> list[Diagnosis]:
+    """One diagnosis for each kind of fault and adapter, with some of its tensors."""
+    from multilora_store.distributed.auditing import KINDS
+
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for one in report.findings:
+        alike[one.adapter, one.kind].append(f"{one.tensor} ({one.detail})" if one.detail else one.tensor)
+    return [
+        Diagnosis(
+            area="audit",
+            subject=adapter,
+            what=f"{len(tensors)} tensors: {KINDS[kind].partition(':')[0]}",
+            cause=KINDS[kind],
+            evidence=some(tensors),
+            remedy=_MENDED[kind],
+        )
+        for (adapter, kind), tensors in alike.items()
+    ]
+
+
+def _states(report: AuditReport) -> list[str]:
+    """Who exists, who takes part, who is trained: the first line of every check."""
+    names = list(report.adapters)
+    active = [name for name, one in report.adapters.items() if one.active]
+    trained = [name for name, one in report.adapters.items() if one.trainable]
+    return [
+        f"{len(names)} adapters exist: {', '.join(names)}",
+        f"active: {', '.join(active) or 'none'}; trainable: {', '.join(trained) or 'none'}",
+    ]
+
+
+def _refused(error: MultiLoRAError) -> Diagnosis:
+    return Diagnosis(
+        area="assembly",
+        subject="",
+        what=" ".join(error.what.split()),
+        cause=" ".join(error.why.split()),
+        evidence=type(error).__name__,
+        remedy=error.remedy,
+    )
+
+
+def _of_checkpoint(path: str, allow_pickle: bool, terminal: Terminal) -> Outcome:
+    with terminal.waiting("looking into the checkpoint"):
+        found = inspect_checkpoint(local_path(path), allow_pickle=allow_pickle)
+    seen = found.recognised
+    beside = f", beside it {', '.join(seen.parts)}" if seen.parts else ""
+    return _outcome(["checkpoint"], None, [f"{path}: {seen.title}{beside}", *_held(found)], found.findings, {
+        "checkpoint": {
+            "path": str(seen.path),
+            "kind": seen.kind,
+            "writer": seen.writer or None,
+            "step": seen.step,
+            "parts": list(seen.parts),
+            "adapters": [
+                {"name": one.name, "path": one.where, "configured": one.declared, "tensors": one.tensors,
+                 "parameters": one.numel}
+                for one in found.adapters
+            ],
+        }
+    })  # fmt: skip
+
+
+def _held(found: Inspection) -> list[Table | str]:
+    if not found.adapters:
+        return []
+    rows = [
+        (one.name, str(one.tensors), count_in_words(one.numel), "yes" if one.declared else "-")
+        for one in found.adapters
+    ]
+    return [Table(columns=("adapter", "tensors#", "params#", "configuration"), rows=rows)]
+
+
+def _outcome(looked: Any, url: str | None, seen: Any, findings: Any, more: dict[str, Any]) -> Outcome:
+    document = {
+        "store": url,
+        "looked_at": looked,
+        "ok": not findings,
+        "findings": [one.to_json() for one in findings],
+        **more,
+    }
+    if not findings:
+        return Outcome(document=document, view=[*seen, f"looked at the {' and the '.join(looked)}: nothing wrong"])
+    view = list(seen)
+    for one in findings:
+        view.append(f"{one.area}: {f'{one.subject}: ' if one.subject else ''}{one.what}")
+        told = {"cause": one.cause, "evidence": one.evidence, "remedy": one.remedy}
+        view += [f"  {word}: {' '.join(text.split())}" for word, text in told.items() if text]
+    return Outcome(document=document, view=view, code=3)
