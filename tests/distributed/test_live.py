@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,41 @@ def test_attach_and_detach_on_a_live_sharded_model(granularity: str, tmp_path: P
         assert each["embedding"][0] == "UnsupportedError"
         assert each["differs"][0] == "DisagreementError"
         assert each["still"] == []
+
+
+def train_two_hundred() -> dict[str, list[float]]:
+    """One more adapter in each cycle, trained for a step beside another, and taken off again."""
+    import torch.distributed as dist
+
+    from multilora_store.distributed import attach, detach, shard
+
+    model = shard(toys.build(active=["a"], trainable=["a"]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    seen: dict[str, list[float]] = {"tensors": [], "MB": [], "states": []}
+    for turn in range(1, 201):
+        attach(model, f"late-{turn % 3}", config=LATE, weight=1.0, trainable=True, optimizer=optimizer)
+        toys.loss_of(model, toys.tokens(dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        detach(model, f"late-{turn % 3}", optimizer=optimizer)
+        if turn in (40, 200):
+            gc.collect()
+            seen["tensors"].append(sum(isinstance(one, torch.Tensor) for one in gc.get_objects()))
+            seen["states"].append(len(optimizer.state))
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            seen["MB"].append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
+def test_two_hundred_cycles_leave_memory_flat() -> None:
+    """Case 52: attached, trained, detached: tensors, optimizer state and the process's memory stay."""
+    for each in results(train_two_hundred, 2, timeout=1000):
+        assert each["tensors"][0] == each["tensors"][1]
+        assert each["states"][0] == each["states"][1]
+        assert each["MB"][1] - each["MB"][0] < 8, each
 
 
 def refused() -> list[str]:
