@@ -17,6 +17,7 @@ from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.exchange import Item
 from multilora_store.distributed.filling import give_memory, readers_of, scatter
+from multilora_store.distributed.idle import give_idle_no_gradient
 from multilora_store.distributed.layout import AdapterLayout, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
@@ -133,11 +134,14 @@ def _held(
         if error is not None:
             raise error
     held = layouts(model, chosen)
-    if give_memory(model, [t for a in held.values() for t in a.tensors.values()]) and optimizer is not None:
+    if not give_memory(model, [t for a in held.values() for t in a.tensors.values()]):
+        return held
+    if optimizer is not None:
         raise UsageError(
             "the optimizer was built over adapters on the meta device",
             remedy="restore() without it, build it, then restore(optimizer=...)",
         )
+    give_idle_no_gradient(model)
     return layouts(model, chosen)
 
 

@@ -24,7 +24,17 @@ from multilora_store.assembly.bridge import (
 )
 from multilora_store.errors import UnsupportedError, UsageError, choices
 
-__all__ = ["Resident", "Unit", "UnitPlan", "block_of", "find_blocks", "find_experts", "plan_units", "refuse_attention"]
+__all__ = [
+    "Resident",
+    "Unit",
+    "UnitPlan",
+    "block_of",
+    "expert_blocks",
+    "find_blocks",
+    "find_experts",
+    "plan_units",
+    "refuse_attention",
+]
 
 _EXPERT: Final = re.compile(r"experts?$", re.IGNORECASE)
 PREFIX: Final = "base_model.model."
@@ -132,6 +142,13 @@ def find_experts(base: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
         if path and (named or listed) and not any(path.startswith(f"{above}.") for above in found):
             found.append(path)
     return tuple(found)
+
+
+def expert_blocks(base: nn.Module, blocks: Iterable[str]) -> list[str]:
+    """The blocks that hold experts."""
+    known = list(blocks)
+    experts = find_experts(base, known)
+    return [path for path in known if any(block_of(expert, [path]) for expert in experts)]
 
 
 def refuse_attention(model: nn.Module) -> None:

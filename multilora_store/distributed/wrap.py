@@ -26,6 +26,7 @@ from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
 from multilora_store.distributed.auditing import audit
 from multilora_store.distributed.filling import fill_from_holder, find_holding
 from multilora_store.distributed.guards import guard
+from multilora_store.distributed.idle import give_idle_no_gradient
 from multilora_store.distributed.internals import require
 from multilora_store.distributed.layout import describe_set, layouts
 from multilora_store.distributed.options import Options
@@ -35,8 +36,8 @@ from multilora_store.distributed.units import (
     Unit,
     UnitPlan,
     block_of,
+    expert_blocks,
     find_blocks,
-    find_experts,
     plan_units,
     refuse_attention,
 )
@@ -110,6 +111,7 @@ def shard(
     _wrap(model, made, options, plan, found, reason)
     if held is not None:
         fill_from_holder(model, ranks, held)
+    give_idle_no_gradient(model)
     guard(model)
     report = audit(model, ranks=ranks, expected_flags=expected)
     allowed = {"meta"} if empty else set()
@@ -300,11 +302,11 @@ def _wrap_fsdp2(model: nn.Module, wrapping: Wrapping, policy: MixedPrecisionPoli
     wrap_units(located, wrapping)
     place = placement(wrapping.mesh)
     arguments = {**wrapping.options, "mesh": wrapping.mesh, "mp_policy": policy, "shard_placement_fn": place}
-    experts = find_experts(base, wrapping.blocks)
+    with_experts = expert_blocks(base, wrapping.blocks)
     for path in wrapping.blocks:
         unit = located[path].module
         fully_shard(unit, **arguments)
-        if any(block_of(expert, [path]) for expert in experts):
+        if path in with_experts:
             assert isinstance(unit, FSDPModule)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
     fully_shard(base, **arguments)

@@ -121,8 +121,15 @@ def experts() -> dict[str, Any]:
     states = [({"a": 1.0}, ["a"]), ({"a": 0.5, "b": 0.5}, ["a", "b"])]
     model = shard(toys.build(**options))
     found = toys.worst_present(sharded_run(model, states), reference(world, states, **options))
+    idle, steady = [], [({"a": 1.0}, ["a", "b"]), ({"a": 0.5, "b": 0.5}, ["a", "b"]), ({"a": 1.0}, ["a", "b"])]
+    for granularity in ("adapter", "layer"):
+        model = shard(toys.build(**options), granularity=granularity)
+        idle.append(sorted(name for name in sharded_run(model, steady[:1]) if name.startswith("b")))
+        model.zero_grad()
+        idle.append(toys.worst_present(sharded_run(model, steady), reference(world, steady, **options)))
     return {
         "distance": found,
+        "idle": idle,
         "faults": [str(f) for f in audit(model).findings if f.fault],
         "residents": plan(toys.build(**options), world_size=world).residents,
     }
@@ -133,6 +140,9 @@ def test_experts_that_each_rank_routes_to_differently(world: int) -> None:
     """Case 64: adapters on experts are in the block's unit, so every rank runs the same units."""
     for each in results(experts, world):
         assert each["distance"] < 1e-5
+        names_by_adapter, by_adapter, names_by_layer, by_layer = each["idle"]
+        assert names_by_adapter == names_by_layer == [], "trainable, not active: no gradient, not one of zeros"
+        assert max(by_adapter, by_layer) < 1e-5
         assert each["faults"] == []
         assert any("experts" in reason for reason in each["residents"])
 
