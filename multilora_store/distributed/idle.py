@@ -36,7 +36,8 @@ def give_idle_no_gradient(model: nn.Module) -> None:
             if inside and parameter.is_floating_point() and not _watched(parameter):
                 flag = parameter.requires_grad
                 parameter.requires_grad_(True)  # torch takes hooks for nothing else, and the flag may come later
-                parameter.register_post_accumulate_grad_hook(_dropping_zeros(peft, known.member(name).inside))
+                hook = _dropping_zeros(peft, known.member(name).inside)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(flag)
 
 
