@@ -2,7 +2,8 @@
 
     python benchmarks/sharding.py [--ranks 2] [--adapters 16] [--layers 8] [--width 256] [--rank 16] [--json FILE]
 
-By hand: one FSDP2 unit a block, `set_adapter`, and a save that gathers the full state dict on rank 0 and filters it.
+By hand: one FSDP2 unit a block, `set_adapter`, a save that gathers the full state dict on rank 0 and filters it, a
+restore that broadcasts it from there, and for one adapter more the model built and wrapped anew.
 Traffic is counted as collectives are issued (bytes handed to rank 0), times are the best of three.
 """
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,12 +107,18 @@ def timed(work: Callable[[], Any], rounds: int = 3) -> float:
     return best
 
 
-def by_hand(options: argparse.Namespace) -> dict[str, float]:
-    """PEFT and FSDP2 without this library."""
-    model: Any = build(options, options.adapters)
+def wrapped(options: argparse.Namespace, count: int) -> Any:
+    """A model with one FSDP2 unit a block."""
+    model: Any = build(options, count)
     for layer in model.base_model.model.layers:
         fully_shard(layer)
     fully_shard(model.base_model.model)
+    return model
+
+
+def by_hand(options: argparse.Namespace, root: str) -> dict[str, float]:
+    """PEFT and FSDP2 without this library."""
+    model = wrapped(options, options.adapters)
     model.set_adapter("m0")
     x = torch.randn(4, options.width)
     model(x).sum().backward()
@@ -122,8 +129,12 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
     def whole() -> None:
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                torch.save({k: v for k, v in state.items() if "lora_" in k}, f"{folder}/adapters.pt")
+            torch.save({k: v for k, v in state.items() if "lora_" in k}, f"{root}/adapters.pt")
+
+    def back() -> None:
+        state = torch.load(f"{root}/adapters.pt") if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(model, state, options=options)
 
     with Traffic() as saving:
         whole()
@@ -132,6 +143,8 @@ def by_hand(options: argparse.Namespace) -> dict[str, float]:
         "save bytes": saving.total,
         "switch ms": timed(lambda: model.set_adapter("m1")) * 1000,
         "save s": timed(whole),
+        "restore s": timed(back),
+        "attach s": timed(lambda: wrapped(options, options.adapters + 1), rounds=1),
     }
 
 
@@ -180,7 +193,7 @@ def run(rank: int, options: argparse.Namespace, root: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{root}/meet", rank=rank, world_size=options.ranks)
-    theirs, mine = by_hand(options), ours(options, f"{root}/store")
+    theirs, mine = by_hand(options, root), ours(options, f"{root}/store")
     if rank == 0:
         report(options, theirs, mine)
     dist.barrier()
