@@ -234,6 +234,11 @@ class Registry:
             )
         return found
 
+    @property
+    def dropins(self) -> tuple[Path, ...]:
+        """The drop-in files that were loaded."""
+        return tuple(self._dropins)
+
     def names(self, kind: str) -> tuple[str, ...]:
         """The sorted names of one kind."""
         return tuple(sorted(name for its_kind, name in self._plugins if its_kind == kind))

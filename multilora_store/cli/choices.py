@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field, fields, make_dataclass
 from types import MappingProxyType
 from typing import Any, Final, get_type_hints
@@ -83,16 +83,23 @@ def _takes_more(plugin: Plugin) -> bool:
 class PluginChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no types
     """The groups of `GROUPS`, filled from the registry of plugins."""
 
-    registry: Callable[[], Registry] = staticmethod(default_registry)
+    def __init__(self, provider: str, path: str) -> None:
+        super().__init__(provider=provider, path=path)
+        self._dropins = default_registry().dropins  # to be had again where a launcher composes in another process
 
     @staticmethod
     def scheme() -> str:
         return "plugins"
 
+    def _registry(self) -> Registry:
+        registry = default_registry()
+        registry.load_dropins(self._dropins)
+        return registry
+
     def _plugin(self, config_path: str) -> Plugin | None:
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         kind = GROUPS.get(group)
-        registry = PluginChoices.registry()
+        registry = self._registry()
         return registry.get(kind, name) if kind is not None and name in registry.names(kind) else None
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -115,4 +122,4 @@ class PluginChoices(ConfigSource):  # type: ignore[misc]  # hydra ships no types
         kind = GROUPS.get(config_path.rstrip("/"))
         if kind is None or results_filter not in {None, ObjectType.CONFIG}:
             return []
-        return list(PluginChoices.registry().names(kind))
+        return list(self._registry().names(kind))

@@ -110,17 +110,22 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
     own_set = bool(line.config_dirs or line.config_name)
     overrides = prepare(typed, text_keys=text_keys, open_keys=open_keys, multirun=line.multirun, own_set=own_set)
     demo = demo_overrides(line, command, overrides)
-    load_plugins(overrides, line.config_dirs, line.config_name or command.name)
-    check_adapter_files(chosen(overrides, "adapters"), line.config_dirs)
-    register(before=line.config_dirs, behind=[conf_folder() / "demo"] if demo else [])
-    codes: list[int] = []
 
-    def job(cfg: Any) -> None:
+    def known() -> None:
+        load_plugins(overrides, line.config_dirs, line.config_name or command.name)
+        register(before=line.config_dirs, behind=[conf_folder() / "demo"] if demo else [])
+
+    def job(cfg: Any) -> int:
+        known()  # again: the launcher of a sweep may be in another process by now
         try:
             codes.append(_command(command, cfg, terminal))
         except Exception as error:
             codes.append(_report(error, terminal, full=full))
+        return codes[-1]
 
+    known()
+    check_adapter_files(chosen(overrides, "adapters"), line.config_dirs)
+    codes: list[int] = []
     with ExitStack() as stack:
         sweeps = stack.enter_context(tempfile.TemporaryDirectory(prefix="multilora-sweep-"))
         if terminal.rank != 0 and line.shows:
@@ -130,7 +135,12 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         ours = [word for word in quiet if word.partition("=")[0] not in given]
         flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
         config = [] if "--hydra-help" in flags else [*demo, *overrides]  # Hydra's own help composes no config of ours
-        through_hydra([*flags, *ours, *config], command.name, job)
+        codes += through_hydra(
+            [*flags, *ours, *config],
+            command.name,
+            job,
+            failed=lambda error: _report(error, terminal, full=full),
+        )
     return worst(codes)
 
 

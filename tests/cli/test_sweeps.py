@@ -1,0 +1,90 @@
+"""Sweeps under launchers that run their jobs elsewhere: the worst exit code comes back, drop-ins are there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, run_job
+from hydra.plugins.launcher import Launcher
+
+Run = Callable[[str], Any]
+STRONGEST = """
+from multilora_store.plugins import plugin
+
+
+@plugin("merge_strategy")
+def strongest(deltas, weights, *, margin: float = 1.0):
+    \"\"\"The first.\"\"\"
+    return deltas[0].scaled(weights[0] * margin)
+"""
+
+
+class ElsewhereLauncher(Launcher):  # type: ignore[misc]  # hydra ships no types
+    """Runs each job in a process of its own, as joblib and submitit do: nothing comes back but what the job returns."""
+
+    __module__ = "hydra_plugins.elsewhere"  # Hydra takes a launcher from nowhere else
+
+    def __init__(self, **_: Any) -> None:
+        self.setting: Any = None
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.setting = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        return [self._elsewhere(list(words)) for words in job_overrides]
+
+    def _elsewhere(self, words: list[str]) -> JobReturn:
+        fork = multiprocessing.get_context("fork")
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=self._job, args=(words, theirs))
+        process.start()
+        theirs.close()
+        returned = ours.recv()
+        process.join()
+        return returned
+
+    def _job(self, words: list[str], end: Any) -> None:
+        context, task, config = self.setting
+        composed = context.config_loader.load_sweep_config(config, words)
+        HydraConfig.instance().set_config(composed)
+        end.send(run_job(task, composed, "hydra.sweep.dir", "hydra.sweep.subdir", context))
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher, where an installed one would lie."""
+    plugins = Plugins.instance()  # scans what is installed, before that is hidden
+    package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.elsewhere")
+    package.elsewhere, module.ElsewhereLauncher = module, ElsewhereLauncher  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "hydra_plugins", package)
+    monkeypatch.setitem(sys.modules, "hydra_plugins.elsewhere", module)
+    plugins.register(ElsewhereLauncher)
+    target = {"_target_": "hydra_plugins.elsewhere.ElsewhereLauncher"}
+    ConfigStore.instance().store(group="hydra/launcher", name="elsewhere", node=target)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_worst_code_comes_back_from_another_process(run: Run, store: str) -> None:
+    line = f"diff -m right=b store={store} quiet=true hydra/launcher=elsewhere"
+    assert run(f"{line} left=b,a").code == 3
+    assert run(f"{line} left=nope,a,b").code == 1
+
+
+@pytest.mark.slow
+def test_joblib_gives_the_worst_code_and_finds_drop_ins(run: Run, store: str, here: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    (here.parent / "strongest.py").write_text(STRONGEST, encoding="utf-8")
+    joblib = f"store={store} hydra/launcher=joblib hydra.launcher.n_jobs=2 quiet=true"
+    assert run(f"diff -m left=b,nope right=b {joblib}").code == 1
+    line = "merge -m '+adapters=[a,b]' merge=strongest,linear merge.into=ab dry_run=true plugins=[../strongest.py]"
+    assert run(f"{line} {joblib}").code == 0
+    assert list(here.iterdir()) == []
