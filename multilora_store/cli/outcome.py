@@ -44,11 +44,13 @@ class Outcome:
         document: What `output=json` prints; plain JSON values, stable keys.
         view: The same for people: tables, and strings that are lines of their own.
         code: 0 done, 3 the command worked and found problems.
+        shown: Whether everything has been printed on the way.
     """
 
     document: Mapping[str, Any]
     view: Sequence[Table | str] = field(default=())
     code: int = 0
+    shown: bool = False
 
 
 def bytes_in_words(count: int) -> str:

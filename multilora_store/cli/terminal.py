@@ -43,7 +43,7 @@ class Terminal:
 
     def show(self, outcome: Outcome) -> None:
         """Print the result."""
-        if self.rank != 0:
+        if self.rank != 0 or outcome.shown:
             return
         if self.json:
             self._document(outcome.document, outcome.code)

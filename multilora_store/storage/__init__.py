@@ -17,6 +17,7 @@ from multilora_store.storage.verify import Finding, VerifyReport
 
 if TYPE_CHECKING:
     from multilora_store.storage.diff import StateDiff, diff_states
+    from multilora_store.storage.following import Round, follow
     from multilora_store.storage.gc import GcReport
     from multilora_store.storage.restoring import RestoreReport, restore_state
     from multilora_store.storage.retention import RetentionReport, apply_retention
@@ -30,6 +31,7 @@ __all__ = [
     "RepairReport",
     "RestoreReport",
     "RetentionReport",
+    "Round",
     "Snapshot",
     "SnapshotDraft",
     "SnapshotMember",
@@ -44,6 +46,7 @@ __all__ = [
     "apply_retention",
     "diff_states",
     "export_adapter",
+    "follow",
     "import_peft",
     "new_snapshot_id",
     "open_store",
@@ -58,9 +61,11 @@ _HOMES = {
     "GcReport": "gc",
     "RestoreReport": "restoring",
     "RetentionReport": "retention",
+    "Round": "following",
     "StateDiff": "diff",
     "apply_retention": "retention",
     "diff_states": "diff",
+    "follow": "following",
     "restore_state": "restoring",
 }
 
