@@ -202,6 +202,22 @@ def test_on_two_ranks_the_set_is_saved_once_and_resumed_bit_for_bit(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_training_of_two_ranks_goes_on_on_four_and_on_one(tmp_path: Path) -> None:
+    """Case 7: weights, optimizer and step come back on any number of ranks; random states stay as they are."""
+    whole = results(trained.trained_on_ranks, 2, str(tmp_path), "fsdp2", "whole", timeout=120)
+    for world in (4, 1):
+        resumed = results(trained.trained_on_ranks, world, str(tmp_path), "fsdp2", f"on-{world}", timeout=120)
+        for each in resumed:
+            assert each["steps"] == [4]
+            assert each["report"] == (True, "fsdp2")
+            assert each["base_kept"]
+        assert trained.different(resumed[0]["weights"], resumed[-1]["weights"]) == []
+        moved = set(trained.different(whole[0]["weights"], resumed[0]["weights"]))
+        assert moved, "other data on each rank, so other weights"
+        assert not [key for key in moved if key.startswith("reference")]
+
+
+@pytest.mark.slow
 def test_the_trainers_own_checkpoints_of_a_sharded_set_are_refused(tmp_path: Path) -> None:
     outcomes = launch(trained.own_checkpoints, 2, str(tmp_path))
     assert all(isinstance(outcome.error, UnsupportedError) for outcome in outcomes), outcomes[0].trace

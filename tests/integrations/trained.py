@@ -90,7 +90,7 @@ def different(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def trained_on_ranks(root: str, wrapper: str, part: str) -> dict[str, Any]:
-    """One part of a training on this rank: `whole` and `resumed` must end alike."""
+    """One part of a training on this rank: `whole`, or another that goes on from its first snapshot."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -99,7 +99,7 @@ def trained_on_ranks(root: str, wrapper: str, part: str) -> dict[str, Any]:
     if wrapper == "fsdp2":
         model = for_trainer(mls.shard(model))
     base_before = base_pieces(model)
-    saving = MultiLoRACallback(store if part == "whole" else open_store(f"{root}/second"))
+    saving = MultiLoRACallback(store if part == "whole" else open_store(f"{root}/store-{part}"))
     driver = trainer(model, Path(root, part), [saving], ddp_find_unused_parameters=False)
     if part == "whole":
         driver.train()
