@@ -98,6 +98,7 @@ class SaveOptions:
 
     enabled: bool = option(False, "save every adapter and a snapshot, in one commit")
     step: int | None = option(None, "the training step to record")
+    profile: str | None = option(None, "also say whether a server would take each adapter: vllm")
 
 
 @dataclass

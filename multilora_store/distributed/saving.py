@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, overload
@@ -31,6 +32,8 @@ from multilora_store.storage.progress import Listener, Meter
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
 
 FORMAT: Final = 1
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,14 @@ def save(
     model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[True] = ..., tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
     extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
+    profile: str | None = ...,
 ) -> Snapshot: ...  # fmt: skip
 @overload
 def save(
     model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[False], tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
     extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
+    profile: str | None = ...,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     model: nn.Module,
@@ -102,6 +107,7 @@ def save(
     extra: Mapping[str, bytes] | None = None,
     budget: int = BUDGET,
     progress: Listener | None = None,
+    profile: str | None = None,
 ) -> Snapshot | SaveHandle:
     """Saves every adapter of the model, whole, with one snapshot, in one commit; the same call on every rank.
 
@@ -118,6 +124,8 @@ def save(
         extra: Files of the trainer's own (scheduler, data position), from the first rank, as `extra/<name>`.
         budget: Bytes of adapters that an owner holds at a time.
         progress: Called after each file of this rank's share that is uploaded.
+        profile: A server (`vllm`): what it would refuse is logged as a warning, and stands in the snapshot's metadata
+            with the rank setting that the set needs.
 
     Returns:
         The snapshot, on every rank; with `blocking=False` a handle whose `result()` is that.
@@ -130,7 +138,7 @@ def save(
     if _in_flight is not None and not _in_flight.told:
         _in_flight.result()
     ranks = ranks_of(model)
-    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra, progress)
+    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra, progress, profile)
     if blocking:
         for moved in _gathered(job, payloads, budget):
             ranks.together("uploading adapters", lambda moved=moved: _deliver(job, moved))  # type: ignore[misc]
@@ -156,6 +164,7 @@ def _prepare(
     metadata: Mapping[str, Any] | None,
     extra: Mapping[str, bytes] | None,
     progress: Listener | None,
+    profile: str | None,
 ) -> tuple[_Job, list[Payload], dict[str, str]]:
     """Everything that can be refused is looked at before a byte moves."""
     held = ranks.together(
@@ -167,8 +176,10 @@ def _prepare(
             "store": store.url,
             "optimizer": type(optimizer).__name__ if optimizer is not None else None,
             "tags": list(tags),
+            "profile": profile,
         },
     )
+    served = _served(held, profile, told=ranks.first) if profile else {}
     parts = optimizers.collect(optimizer, held, ranks) if optimizer is not None else {}
     snapshot_id, known = ranks.from_first("save", lambda: (store.new_snapshot_id(), _known(store, held)))
     fresh = {name: local_digest(adapter) for name, adapter in held.items()}
@@ -189,7 +200,7 @@ def _prepare(
         snapshot_id=snapshot_id,
         step=step,
         members=members,
-        metadata=dict(metadata or {}),
+        metadata={**(metadata or {}), **served},
         tags=tuple(tags),
         extra=dict(extra or {}),
         state={"format": FORMAT, "world": ranks.size, "optimizer": type(optimizer).__name__ if optimizer else None},
@@ -239,6 +250,18 @@ def _checked(model: nn.Module) -> dict[str, AdapterLayout]:
                     tensor=key,
                 )
     return held
+
+
+def _served(held: Mapping[str, AdapterLayout], profile: str, *, told: bool) -> dict[str, Any]:
+    """What a server would make of the set, in a few words for the snapshot; in full as warnings, where `told`."""
+    from multilora_store.storage.profiles import check_profile
+
+    shapes = {name: {key: layout.shape for key, layout in one.layouts.items()} for name, one in held.items()}
+    report = check_profile({name: (one.config, shapes[name]) for name, one in held.items()}, profile=profile)
+    for name, findings in report.adapters.items():
+        for finding in findings if told else ():
+            log.warning("%s, %s: %s (%s); %s", name, profile, finding.what, finding.why, finding.remedy)
+    return {"profiles": {profile: report.summary()}}
 
 
 def local_digest(adapter: AdapterLayout) -> str:

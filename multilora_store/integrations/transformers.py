@@ -57,6 +57,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         tags: Tags for every version.
         optimizer: Whether the optimizer's state is saved; without it there is no resuming.
         checkpoints: Let the trainer write its own checkpoint folders too; not for a model that `shard` wrapped.
+        profile: A server (`vllm`): each save says what it would refuse, see `multilora_store.save`.
 
     Attributes:
         snapshot: The last one saved.
@@ -70,12 +71,14 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         tags: Sequence[str] = (),
         optimizer: bool = True,
         checkpoints: bool = False,
+        profile: str | None = None,
     ) -> None:
         self.store = store
         self.keep = keep
         self.tags = tuple(tags)
         self.with_optimizer = optimizer
         self.checkpoints = checkpoints
+        self.profile = profile
         self.snapshot: Snapshot | None = None
         self._pending = False
         self._saved_step: int | None = None
@@ -177,6 +180,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
             tags=self.tags,
             metadata=self._metrics,
             extra=extra,
+            profile=self.profile,
         )
         self._saved_step = state.global_step
         if self.keep:

@@ -23,7 +23,17 @@ from multilora_store.storage.vllm_rules import (
 if TYPE_CHECKING:
     from multilora_store.storage.store import Store
 
-__all__ = ["PROFILES", "Profile", "ProfileFinding", "ProfileReport", "SetNeeds", "lint", "set_needs", "verify_profile"]
+__all__ = [
+    "PROFILES",
+    "Profile",
+    "ProfileFinding",
+    "ProfileReport",
+    "SetNeeds",
+    "check_profile",
+    "lint",
+    "set_needs",
+    "verify_profile",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +114,11 @@ class ProfileReport:
     def ok(self) -> bool:
         """Whether every adapter would be served as it was trained."""
         return not any(finding.severity == "error" for finding in self.findings)
+
+    def summary(self) -> dict[str, Any]:
+        """In few words, for a record: whether all are served, what the server is set to, and codes by adapter."""
+        codes = {name: sorted({finding.code for finding in found}) for name, found in self.adapters.items() if found}
+        return {"ok": self.ok, "max_rank": self.needs.max_rank, "setting": self.needs.setting, "findings": codes}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -186,14 +201,34 @@ def verify_profile(
         NotInStoreError: a reference names nothing.
         DamagedError: a file is not what was stored.
     """
-    _profile(profile)
-    names = [str(ref) for ref in (store.names() if refs is None else refs)]
-    known = None if layout is None else frozenset(layout)
-    allowed = None if targets is None else frozenset(targets)
     adapters: dict[str, tuple[AdapterConfig, Shapes]] = {}
-    for name in names:
+    _profile(profile)
+    for name in map(str, store.names() if refs is None else refs):
         stored = store.get(name)
         adapters[name] = stored.config, {key: info.shape for key, info in stored.infos.items()}
+    return check_profile(adapters, profile=profile, max_rank=max_rank, layout=layout, targets=targets)
+
+
+def check_profile(
+    adapters: Mapping[str, tuple[AdapterConfig, Shapes]],
+    *,
+    profile: str = "vllm",
+    max_rank: int | None = None,
+    layout: Iterable[str] | None = None,
+    targets: Iterable[str] | None = None,
+) -> ProfileReport:
+    """Lint a set of adapters, wherever they are.
+
+    Args:
+        adapters: Name -> configuration, and shapes by tensor name.
+        profile: The name of a profile.
+        max_rank, layout, targets: See `lint`.
+
+    Raises:
+        UsageError: there is no such profile.
+    """
+    known = None if layout is None else frozenset(layout)
+    allowed = None if targets is None else frozenset(targets)
     return ProfileReport(
         profile=profile,
         adapters={

@@ -453,6 +453,20 @@ def test_a_server_s_profile(run: Run, store: str) -> None:
     assert run(f"export a@best ./out2 exporter=nope store={store}").code == 2
 
 
+def test_a_save_says_what_a_server_would_refuse(run: Run, store: str) -> None:
+    """The set is saved all the same; the snapshot says what a server of it needs."""
+    dora = "d: {if_missing: init, config: {r: 24, lora_alpha: 8, target_modules: [q_proj], use_dora: true}}"
+    result = run(f"assemble '+adapters={{a: {{}}, {dora}}}' save.profile=vllm store={store} base=demo")
+    assert result.code == 0, result.err
+    assert "warning: d, vllm: it is DoRA, 4 magnitude vectors (vLLM has no magnitudes" in result.err
+    assert "vllm would not serve all of it, with a rank setting of 32" in result.out
+    told = open_store(store).snapshot().metadata["profiles"]["vllm"]
+    assert told == {"ok": False, "max_rank": 24, "setting": 32, "findings": {"d": ["dora"]}}
+    fine = run(f"assemble '+adapters=[a]' save.profile=vllm store={store} base=demo")
+    assert (fine.err, fine.out.splitlines()[-1]) == ("", "vllm would serve all of it, with a rank setting of 8")
+    assert run(f"assemble '+adapters=[a]' save.profile=nope store={store} base=demo").code == 2
+
+
 def test_import_of_another_tool_s_file(run: Run, store: str, here: Path) -> None:
     """Written for another tool and read back by the source of that layout: the same factors, under the file's name."""
     from multilora_store import open_store

@@ -60,7 +60,7 @@ def _write_lock(file: str, text: str) -> None:
 
 def _check(options: AssembleOptions) -> None:
     """Refuse, before anything is imported or read, what cannot come to an end."""
-    saves = options.save.enabled or options.save.step is not None
+    saves = _wanted(options)
     structure_only = options.device == "meta"
     if structure_only and (saves or options.export or options.shard.backend):
         raise UsageError("device=meta builds no bytes: there is nothing to shard, export or save")
@@ -72,6 +72,11 @@ def _check(options: AssembleOptions) -> None:
         raise UsageError("shard.load=first needs shard=fsdp2", why="nothing else can wrap a model without values")
     if options.base is None and not options.dry_run:
         build_base(None)
+
+
+def _wanted(options: AssembleOptions) -> bool:
+    """Whether the set is to be saved: said outright, or by what only a save has."""
+    return options.save.enabled or options.save.step is not None or options.save.profile is not None
 
 
 def _facts(options: AssembleOptions) -> dict[str, Any]:
@@ -180,13 +185,13 @@ def _step(key: str) -> str:
 
 
 def _saved(options: AssembleOptions, terminal: Terminal, model: Any, store: Store | None) -> Any:
-    if not (options.save.enabled or options.save.step is not None):
+    if not _wanted(options):
         return None
     from multilora_store.distributed import save
 
     assert store is not None, "checked before the work began"
     with terminal.progress("saving") as progress:
-        return save(model, store, step=options.save.step, progress=progress)
+        return save(model, store, step=options.save.step, progress=progress, profile=options.save.profile)
 
 
 def _outcome(
@@ -216,4 +221,7 @@ def _outcome(
     view += [f"exported {name}: {place}" for name, place in exported.items()]
     view += [f"lock: {options.lock}"] if options.lock else []
     view += [f"saved as snapshot {snapshot.id}"] if snapshot is not None else []
+    for profile, found in (snapshot.metadata.get("profiles", {}) if snapshot is not None else {}).items():
+        needs = found["setting"] or found["max_rank"]
+        view.append(f"{profile} would{'' if found['ok'] else ' not'} serve all of it, with a rank setting of {needs}")
     return Outcome(document=document, view=view)
