@@ -13,12 +13,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 from multilora_store.errors import NameNotAllowedError, UsageError
 
-__all__ = ["BlobInfo", "Blobs", "Buffer", "Exclusive", "check_key", "open_blobs", "parts_of", "redact", "url_text"]
+__all__ = [
+    "BlobInfo",
+    "Blobs",
+    "Buffer",
+    "CopyingBlobs",
+    "Exclusive",
+    "check_key",
+    "open_blobs",
+    "parts_of",
+    "redact",
+    "url_text",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Exclusive: TypeAlias = Literal["holds", "unknown", "absent"]
@@ -75,6 +86,14 @@ class Blobs(Protocol):
 
     def local_path(self, key: str) -> Path | None:
         """The file that holds the blob, where it is one on this machine; it need not exist."""
+
+
+@runtime_checkable
+class CopyingBlobs(Protocol):
+    """Blobs of a service that copies by itself, without the bytes coming here."""
+
+    def copy_from(self, source: Blobs, from_: str, to: str) -> bool:
+        """Copies a blob of `source` whole to the key `to`; False: both are not at one service, nothing was done."""
 
 
 def check_key(key: str) -> str:

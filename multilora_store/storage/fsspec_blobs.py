@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_store.errors import StorageError, UsageError
-from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of, redact
+from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, check_key, parts_of, redact
 from multilora_store.storage.failures import renewing, scrub, status_of, translate, translated
 
 __all__ = ["FsspecBlobs"]
@@ -147,6 +147,17 @@ class FsspecBlobs:
         if info.get("type") != "file":
             return None
         return BlobInfo(key, int(info["size"] or 0), _time_of(info))
+
+    @renewing
+    def copy_from(self, source: Blobs, from_: str, to: str) -> bool:
+        # Elsewhere a copy of fsspec's is a read and a write, and neither whole nor atomic.
+        same = isinstance(source, FsspecBlobs) and (source.endpoint, source._given) == (self.endpoint, self._given)
+        if not same or not self._conditional:
+            return False
+        fs, path = self._at(to)
+        with translated("copying", self._where(to)):
+            fs.cp_file(source._at(from_)[1], path)
+        return True
 
     def local_path(self, key: str) -> Path | None:
         check_key(key)

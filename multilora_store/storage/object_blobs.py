@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from multilora_store.errors import StorageUnreachableError, UsageError
-from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of, redact
+from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, check_key, parts_of, redact
 from multilora_store.storage.failures import renewing, scrub, translate, translated
 from multilora_store.storage.fsspec_blobs import FsspecBlobs
 
@@ -91,6 +91,7 @@ class ObjectBlobs:
         self.exclusive: Exclusive = "unknown" if self._server else "holds"
         self._lock = threading.Lock()
         self._made: tuple[int, Any] | None = None
+        self._whole: tuple[int, Any] | None = None
         self._other: tuple[int, FsspecBlobs] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -204,6 +205,20 @@ class ObjectBlobs:
                 return None
         return BlobInfo(key, meta["size"], meta["last_modified"])
 
+    @renewing
+    def copy_from(self, source: Blobs, from_: str, to: str) -> bool:
+        import obstore
+
+        if not isinstance(source, ObjectBlobs) or _service(self._arguments) != _service(source._arguments):
+            return False
+        (bucket, prefix), (other, stem) = (_bucket_and_prefix(blobs._arguments["url"]) for blobs in (self, source))
+        if bucket != other or _runtime_of not in (None, os.getpid()):  # obstore copies inside one bucket
+            ours, theirs = self._through_fsspec(), source._through_fsspec()
+            return ours is not None and theirs is not None and ours.copy_from(theirs, from_, to)
+        with translated("copying", self._where(to)):
+            obstore.copy(self._bucket_store(bucket), f"{stem}{check_key(from_)}", f"{prefix}{check_key(to)}")
+        return True
+
     def local_path(self, key: str) -> Path | None:
         check_key(key)
         return None
@@ -221,7 +236,7 @@ class ObjectBlobs:
 
     def renew(self) -> None:
         """Forgets the connection and its credentials; the next call makes them anew."""
-        self._made = None
+        self._made = self._whole = None
 
     def _in_a_fork(self) -> FsspecBlobs | None:
         """The same blobs through fsspec, if this process was forked from one that used obstore."""
@@ -233,13 +248,26 @@ class ObjectBlobs:
                 why="obstore was in use before the fork, and its threads do not survive one",
                 remedy=f"start workers with spawn, or install {_FSSPEC_PACKAGE[self._scheme]} for use in them",
             )
+        return self._through_fsspec()
+
+    def _through_fsspec(self) -> FsspecBlobs | None:
+        """The same blobs through fsspec, where its package is installed."""
+        if importlib.util.find_spec(_FSSPEC_PACKAGE[self._scheme]) is None:
+            return None
         if self._other is None or self._other[0] != os.getpid():
             names = ("endpoint_url", "region", "anon", "retries", "timeout")
             given = {name: self._arguments[name] for name in names}
             self._other = (os.getpid(), FsspecBlobs(self._arguments["url"], **given))
         return self._other[1]
 
-    def _make(self) -> Any:
+    def _bucket_store(self, bucket: str) -> Any:
+        """obstore's store of the whole bucket, in this process."""
+        made = self._whole
+        if made is None or made[0] != os.getpid():
+            made = self._whole = (os.getpid(), self._make(f"{self._scheme}://{bucket}"))
+        return made[1]
+
+    def _make(self, url: str | None = None) -> Any:
         from obstore.store import from_url
 
         global _runtime_of
@@ -258,7 +286,7 @@ class ObjectBlobs:
         provider = None if given["anon"] or self._scheme not in ("s3", "s3a") else _aws_chain()
         extra = {"credential_provider": provider} if provider else {}
         try:
-            made = from_url(given["url"], config=config, client_options=client, retry_config=retry, **extra)
+            made = from_url(url or given["url"], config=config, client_options=client, retry_config=retry, **extra)
         except Exception as error:
             raise UsageError(
                 f"no storage for {self.url}", why=scrub(str(error)), remedy="check the URL and the options"
@@ -268,6 +296,18 @@ class ObjectBlobs:
 
 
 _runtime_of: int | None = None
+
+
+def _service(arguments: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be equal for two roots to be at one service, under one account."""
+    scheme = arguments["url"].partition("://")[0].removesuffix("a" if arguments["url"].startswith("s3a") else "")
+    return scheme, *(arguments[name] for name in ("endpoint_url", "region", "anon", "config", "client_options"))
+
+
+def _bucket_and_prefix(url: str) -> tuple[str, str]:
+    """The bucket, and what goes before every key in it."""
+    bucket, _, prefix = url.partition("://")[2].partition("/")
+    return bucket, f"{prefix}/" if prefix else ""
 
 
 def _environment_endpoint() -> str | None:

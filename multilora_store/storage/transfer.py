@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +17,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from multilora_store.adapter import storage_name
-from multilora_store.errors import DamagedError, ReplicaIncompleteError
-from multilora_store.storage.blobs import Blobs, Buffer
+from multilora_store.errors import DamagedError, ReplicaIncompleteError, StorageError
+from multilora_store.storage.blobs import Blobs, Buffer, CopyingBlobs
 from multilora_store.storage.changes import check_snapshot_file
 from multilora_store.storage.checks import check_config, check_model
 from multilora_store.storage.codec import read_header
@@ -27,6 +28,8 @@ from multilora_store.storage.records import sha256
 from multilora_store.storage.state import Snapshot, State, Version
 
 __all__ = ["Transfer", "VanishedError", "bound_directory"]
+
+log = logging.getLogger(__name__)
 
 IN_FLIGHT: Final = 512 << 20
 
@@ -76,6 +79,7 @@ class Transfer:
         self._meter, self._lock = Meter(progress), threading.Lock()
         self._pace = _Pace(bandwidth)
         self._room = _Room(IN_FLIGHT)
+        self._copies = True
 
     @property
     def files(self) -> int:
@@ -133,7 +137,8 @@ class Transfer:
             return found
 
         with self._room.taken(record.model_size):
-            self._send(f"{directory}/{MODEL_FILE}", record.model_size, model)
+            origin = f"{version.directory}/{MODEL_FILE}"
+            self._send(f"{directory}/{MODEL_FILE}", record.model_size, model, origin)
         self._send(f"{directory}/{CONFIG_FILE}", record.config_size, config)
         self._send(f"{directory}/{RECORD_FILE}", len(data), lambda: data)
 
@@ -151,18 +156,36 @@ class Transfer:
             return found
 
         with self._room.taken(record.size):
-            self._send(f"{snapshot.directory}/{path}", record.size, content)
+            key = f"{snapshot.directory}/{path}"
+            self._send(key, record.size, content, key)
 
-    def _send(self, key: str, size: int, content: Callable[[], Buffer]) -> None:
-        """Writes one file, unless a killed transfer has: its name is bound to its bytes, its size says it is whole."""
+    def _send(self, key: str, size: int, content: Callable[[], Buffer], origin: str = "") -> None:
+        """Writes one file, unless a killed transfer has: its name is bound to its bytes, its size says it is whole.
+
+        Where both storages are one service, that copies what lies at `origin`, and the size is compared; whoever
+        reads it first compares the rest, as always.
+        """
         if self.present.get(key) == size:
             with self._lock:
                 self.resumed += 1
-        else:
+        elif not (origin and self._copied(origin, key, size)):
             data = content()
             self._pace.wait(size)
             self.target.write(key, data)
         self._meter.add(size)
+
+    def _copied(self, origin: str, key: str, size: int) -> bool:
+        """Whether the service has copied the file by itself, whole."""
+        if not isinstance(self.target, CopyingBlobs) or not self._copies:
+            return False
+        try:
+            self._copies = self.target.copy_from(self.source, origin, key)
+            found = self.target.stat(key) if self._copies else None
+        except StorageError as error:
+            log.info("sending through this machine what the service does not copy: %s", error.what)
+            self._copies = False
+            return False
+        return found is not None and found.size == size
 
     def _read(self, directory: str, file: str, subject: str) -> bytes:
         data = self.source.read(f"{directory}/{file}")

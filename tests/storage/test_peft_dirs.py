@@ -52,7 +52,7 @@ def test_ranks_that_contradict_the_configuration_are_not_imported(store: Store, 
     write(tmp_path / "several/good", 1)
     write(tmp_path / "several/wrong", 2, {**CONFIG, "r": 3})
     for take in (lambda: import_peft(store, tmp_path / "several"), lambda: sync(tmp_path / "several", store)):
-        with pytest.raises(UsageError, match=r"wrong contradicts itself: tensor .*has rank 2, the configuration says 3"):
+        with pytest.raises(UsageError, match=r"wrong contradicts itself: tensor .*has rank 2, .* says 3"):
             take()
     assert not (tmp_path / "store").exists()
     assert len(import_peft(store, tmp_path / "several", allow_rank_mismatch=True)) == 2

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
-import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +15,7 @@ from typing import Any
 
 import pytest
 from faulty import FaultyBlobs
+from proxying import Proxy, proxied
 from samples import CONFIG, same, tensors
 
 from multilora_store.errors import StorageDeniedError
@@ -133,66 +130,10 @@ def test_expired_credentials_are_renewed_once() -> None:
         assert other.renewed == (1 if other.failures == 2 else 0)
 
 
-class Proxy(http.server.BaseHTTPRequestHandler):
-    """Passes requests on, and spoils some: drops the answer of a conditional PUT, or answers 409 or 503 instead."""
-
-    target = ""
-    spoil = ""
-    left = 0
-    lock = threading.Lock()
-    protocol_version = "HTTP/1.1"
-
-    def _pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        conditional = self.command == "PUT" and self.headers.get("If-None-Match") == "*" and "/journal/" in self.path
-        with Proxy.lock:
-            spoil = Proxy.spoil if conditional and Proxy.left > 0 else ""
-            Proxy.left -= bool(spoil)
-        if spoil in ("409", "503"):
-            code = {"409": "ConditionalRequestConflict", "503": "SlowDown"}[spoil]
-            self._answer(int(spoil), {}, f"<Error><Code>{code}</Code></Error>".encode())
-            return
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "connection")}
-        request = urllib.request.Request(Proxy.target + self.path, body or None, headers, method=self.command)
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                status, found, data = answer.status, dict(answer.headers), answer.read()
-        except urllib.error.HTTPError as error:
-            status, found, data = error.code, dict(error.headers), error.read()
-        if spoil == "drop":
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
-            return
-        self._answer(status, found, data)
-
-    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            if name.lower() not in ("content-length", "connection", "transfer-encoding", "date", "server"):
-                self.send_header(name, value)
-        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
-        self.send_header("Content-Length", length)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass_on
-
-    def log_message(self, *args: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
 def proxy(s3_endpoint: str) -> Iterator[str]:
-    Proxy.target, Proxy.spoil, Proxy.left = s3_endpoint, "", 0
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    server.handle_error = lambda *args: None  # type: ignore[method-assign]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with proxied(s3_endpoint) as endpoint:
+        yield endpoint
 
 
 @pytest.mark.s3
