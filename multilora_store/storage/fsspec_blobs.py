@@ -150,9 +150,9 @@ class FsspecBlobs:
 
     @renewing
     def copy_from(self, source: Blobs, from_: str, to: str) -> bool:
-        # Elsewhere a copy of fsspec's is a read and a write, and neither whole nor atomic.
-        same = isinstance(source, FsspecBlobs) and (source.endpoint, source._given) == (self.endpoint, self._given)
-        if not same or not self._conditional:
+        if not self._conditional or not isinstance(source, FsspecBlobs):
+            return False  # elsewhere a copy of fsspec's is a read and a write, and neither whole nor atomic
+        if (source.endpoint, source._given) != (self.endpoint, self._given):
             return False
         fs, path = self._at(to)
         with translated("copying", self._where(to)):
