@@ -18,6 +18,40 @@ ROOT = Path(__file__).resolve().parents[2]
 DIST = Path(__file__).parent / "distribution"
 
 
+TEAM = """
+import sys
+
+import multilora_store as mls
+import pytest
+import torch
+from multilora_store.testing import tiny_decoder
+
+
+@pytest.fixture
+def model():
+    fields = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    entry = {"if_missing": "init", "config": fields, "trainable": True}
+    return mls.assemble(tiny_decoder(depth=2), {"a": entry, "b": entry})
+
+
+def test_it_is_the_installed_one():
+    assert mls.__file__.startswith(sys.prefix)
+
+
+def test_a_sound_model(model, multilora_guard, multilora_store):
+    multilora_guard(model)
+    mls.save(model, multilora_store)
+    multilora_guard.store(multilora_store, profile="vllm")
+
+
+def test_a_step_that_moves_too_much(model, multilora_guard):
+    with multilora_guard.only(model, "a"), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".b." in name:
+                parameter += 1
+"""
+
+
 def call(*line: str | Path, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in line]
     return subprocess.run(
@@ -25,25 +59,34 @@ def call(*line: str | Path, cwd: Path, env: dict[str, str] | None = None) -> sub
     )
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment that holds the distribution, and sees ours for what it needs."""
-    work = tmp_path_factory.mktemp("distribution")
-    shutil.copytree(DIST, work / "source")
+def built(source: Path, work: Path, *what: str) -> list[Path]:
+    """What the build of a source tree gives: an sdist and a wheel out of it, or `--wheel` alone."""
     at_hand = importlib.util.find_spec("hatchling") is not None
     isolation = ["--no-isolation", "--skip-dependency-check"] if at_hand else []
-    line = (sys.executable, "-m", "build", "--wheel", *isolation, "--outdir", work / "wheels", work / "source")
-    built = call(*line, cwd=work)
-    assert built.returncode == 0, built.stdout + built.stderr
-    (wheel,) = (work / "wheels").glob("*.whl")
+    done = call(sys.executable, "-m", "build", *what, *isolation, "--outdir", work / "dist", source, cwd=work)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted((work / "dist").iterdir())
+
+
+def fresh(work: Path, wheel: Path, *paths: str | Path) -> Path:
+    """The interpreter of a fresh environment that holds a wheel, and sees `paths` for what it needs."""
     assert call(sys.executable, "-m", "venv", "--without-pip", work / "venv", cwd=work).returncode == 0
     found = work / "venv" / "bin" / "python"
     install = ("install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
     installed = call(sys.executable, "-m", "pip", "--python", found, *install, cwd=work)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     (site,) = (work / "venv" / "lib").glob("python*/site-packages")
-    (site / "ours.pth").write_text(f"{ROOT}\n{sysconfig.get_paths()['purelib']}\n", encoding="utf-8")
+    (site / "needed.pth").write_text("\n".join(map(str, paths)) + "\n", encoding="utf-8")
     return found
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with the example distribution."""
+    work = tmp_path_factory.mktemp("distribution")
+    shutil.copytree(DIST, work / "source")
+    (wheel,) = built(work / "source", work, "--wheel")
+    return fresh(work, wheel, ROOT, sysconfig.get_paths()["purelib"])
 
 
 def program(python: Path, folder: Path, *words: str) -> Any:
@@ -89,3 +132,24 @@ def test_its_audit_check_is_part_of_the_doctor(python: Path, tmp_path: Path) -> 
     assert [(one["area"], one["what"]) for one in findings] == [
         ("named_by_ten", "adapter a_very_long_name: a long name")
     ]
+
+
+@pytest.mark.slow
+def test_our_own_sdist_gives_a_wheel_whose_guards_a_team_can_use(tmp_path: Path) -> None:
+    """An index would take both; the fixtures are there without a conftest, and what was installed is what runs."""
+    sdist, wheel = sorted(built(ROOT, tmp_path), key=lambda file: file.suffix != ".gz")
+    checked = call(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    python = fresh(tmp_path, wheel, sysconfig.get_paths()["purelib"])
+    team = tmp_path / "team"
+    team.mkdir()
+    (team / "test_ours.py").write_text(TEAM, encoding="utf-8")
+    line = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ours.py")
+    ran = call(*line, cwd=team, env={"PYTHONPATH": "", "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "1 failed, 2 passed" in ran.stdout
+    assert "AuditError: 4 tensors changed that belong to none of a" in ran.stdout
+    shown = program(python, team, "assemble", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "fsdp2" in shown.stdout
+    assert program(python, team, "show", "plugins", "plugins=[fuse_set]").returncode == 0
