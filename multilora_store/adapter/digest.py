@@ -62,8 +62,9 @@ class TensorInfo:
                 f"tensor {self.name!r} has the unknown dtype {self.dtype!r}",
                 remedy=f"known: {', '.join(DTYPE_BITS)}",
             )
-        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
-            raise StoreFormatError(f"tensor {self.name!r} has the impossible shape {self.shape!r}")
+        for size in self.shape:
+            if not isinstance(size, int) or size < 0:
+                raise StoreFormatError(f"tensor {self.name!r} has the impossible shape {self.shape!r}")
         if not _SHA256.fullmatch(self.sha256):
             raise StoreFormatError(f"tensor {self.name!r} has a digest that is not SHA-256: {self.sha256[:80]!r}")
 

@@ -210,18 +210,18 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
         import torch
 
         dtype = getattr(torch, _TORCH[slot.dtype])
-        count, at = math.prod(slot.shape), self.header.offset + slot.start
-        bytes_of = self._view(at, at + slot.end - slot.start)
-        self._verify(slot, bytes_of)
-        if at % dtype.itemsize:
-            bytes_of = bytes_of.clone()  # a foreign file may be unaligned
-        tensor: torch.Tensor = bytes_of.view(dtype) if count else torch.empty(0, dtype=dtype)
-        return tensor.reshape(slot.shape)
-
-    def _verify(self, slot: Slot, bytes_of: torch.Tensor) -> None:
+        at = self.header.offset + slot.start
         info = self._unchecked.pop(slot.name, None)
-        if info is None:
-            return
+        if info is not None:
+            self._verify(slot, info, self._view(at, at + slot.end - slot.start))
+        if slot.start == slot.end:
+            return torch.empty(slot.shape, dtype=dtype)
+        if at % dtype.itemsize:  # a foreign file may be unaligned
+            return self._view(at, at + slot.end - slot.start).clone().view(dtype).view(slot.shape)
+        made: torch.Tensor = torch.empty(0, dtype=dtype).set_(self._storage, at // dtype.itemsize, slot.shape)  # type: ignore[call-overload]
+        return made
+
+    def _verify(self, slot: Slot, info: TensorInfo, bytes_of: torch.Tensor) -> None:
         found = hashlib.sha256(_view_of(bytes_of)).hexdigest()
         if found != info.sha256:
             raise DamagedError(

@@ -10,6 +10,7 @@ from multilora_store.adapter import AdapterConfig, TensorInfo, content_digest, v
 from multilora_store.errors import DamagedError, StoreFormatError, UsageError
 from multilora_store.storage.blobs import Buffer
 from multilora_store.storage.codec import EncodedTensors, Header, hash_slots, read_header
+from multilora_store.storage.header import whole_numbers
 from multilora_store.storage.records import Fields, dump, parse, sha256
 
 __all__ = [
@@ -105,7 +106,7 @@ class VersionRecord:
 
 def _read_info(name: str, fields: Fields) -> TensorInfo:
     shape = fields.array("shape")
-    if len(shape) > 64 or not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in shape):
+    if not whole_numbers(shape, 64):
         fields.refuse("shape", shape, "a list of whole numbers")
     try:
         return TensorInfo(

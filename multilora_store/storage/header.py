@@ -16,7 +16,7 @@ from multilora_store.adapter.digest import DTYPE_BITS
 from multilora_store.errors import DamagedError
 from multilora_store.storage.blobs import Buffer
 
-__all__ = ["MAX_HEADER", "Header", "Slot", "hash_slots", "read_header"]
+__all__ = ["MAX_HEADER", "Header", "Slot", "hash_slots", "read_header", "whole_numbers"]
 
 MAX_HEADER: Final = 100_000_000
 """The longest header that the safetensors library reads, in bytes."""
@@ -115,7 +115,7 @@ def _slot(name: str, row: Any, where: str) -> Slot:
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _damaged(where, f"tensor {name!r:.120} has the unknown dtype {dtype!r:.40}")
-    if not _all_whole(shape, 64) or not _all_whole(offsets, 2) or len(offsets) != 2:
+    if not whole_numbers(shape, 64) or not whole_numbers(offsets, 2) or len(offsets) != 2:
         _damaged(where, f"tensor {name!r:.120} has an impossible shape {shape!r:.80} or offsets {offsets!r:.80}")
     start, end = offsets
     claimed = math.prod(shape) * DTYPE_BITS[dtype] // 8
@@ -126,12 +126,12 @@ def _slot(name: str, row: Any, where: str) -> Slot:
     return Slot(name=name, dtype=dtype, shape=tuple(shape), start=start, end=end)
 
 
-def _all_whole(values: Any, most: int) -> bool:
-    return (
-        isinstance(values, list)
-        and len(values) <= most
-        and all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63 for v in values)
-    )
+def whole_numbers(values: Any, most: int) -> bool:
+    """Whether `values` is a list of at most `most` numbers that are whole, not negative, and below 2^63."""
+    if not isinstance(values, list) or len(values) > most:
+        return False
+    # Without a generator, since this runs for every tensor of a set.
+    return [value for value in values if type(value) is not int or not 0 <= value < 2**63] == []
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
