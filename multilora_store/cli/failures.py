@@ -93,9 +93,11 @@ def _hydra_lines(error: BaseException, command: str) -> list[str]:
     known = [link for link in chain if isinstance(link, (HydraException, OmegaConfBaseException))]
     first, inner = _first_line(error), _first_line((known or chain)[-1])  # below them a bare KeyError may lie
     lines = [first] if inner in first else [first, inner]
+    missed = re.search(r"Could not find '([^']*)/([^'/]*)'", first)
     listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
-    if listed:
-        lines.append("valid: " + ", ".join(sorted(listed[1].split())))
+    if missed and listed:
+        lines = [f"{missed[1]}={missed[2]} is no choice", choices(missed[2], listed[1].split(), noun=missed[1])]
+        lines += [f"for a store of that name: store.url={missed[2]}"] if missed[1] == "store" else []
     lines += _near_misses(first, inner, command) + _valid_values(inner)
     return [" ".join(line.split()) for line in lines if line]
 

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from multilora_store.cli.catalogue import Command
+from multilora_store.cli.options import options_of
 from multilora_store.cli.schema import Common
 from multilora_store.errors import UsageError, choices
 
@@ -39,9 +40,11 @@ def typed(command: Command, cfg: DictConfig) -> Common:
         )
     missing = sorted(OmegaConf.missing_keys(merged))
     if missing:
+        documented = {option.key: option.doc for option in options_of(command.schema)}
         raise UsageError(
             f"{command.name} needs {', '.join(f'{key}=...' for key in missing)}",
-            remedy=f"e.g. {command.examples[0]}",
+            why="; ".join(f"{key}: {documented[key]}" for key in missing if key in documented),
+            remedy=f"e.g. {command.examples[0]}" if set(missing) <= documented.keys() else f"add {missing[0]}=...",
             missing=missing,
         )
     options = OmegaConf.to_object(merged)

@@ -199,8 +199,15 @@ def test_plus_on_a_group_that_has_a_default_says_so(run: Run, store: str) -> Non
     refused(run, f"merge '+adapters=[a,b]' +merge=ties merge.into=ab store={store}")
 
 
-def test_the_empty_manifest(run: Run) -> None:
-    assert "the manifest is empty" in refused(run, "assemble")
+def test_the_empty_manifest(run: Run, store: str) -> None:
+    told = refused(run, "assemble")
+    assert "no adapters are chosen" in told
+    assert "there are a, b, c" in told
+    assert "'+adapters=[a,b]'" in told
+    there = refused(run, f"assemble base=demo store={store}")
+    assert "there are a, b, team/zh" in there
+    assert "has any" in refused(run, f"assemble base=demo store.url={store}-not-there")
+    refused(run, f"assemble '+adapters=[a]' snapshot=latest base=demo store={store}")
 
 
 def test_prepare_leaves_what_needs_no_help() -> None:
@@ -214,6 +221,11 @@ def test_prepare_leaves_what_needs_no_help() -> None:
         ("list +foo=1", "list has no option foo"),
         ("list +store.uri=/x", "list has no option store.uri"),
         ("assemble '+adapters=[a]' +shard.backends=fsdp2 base=demo", "no option shard.backends"),
+        ("list store=my-store", "for a store of that name: store.url=my-store"),
+        ("merge '+adapters=[a,b]' merge=tie merge.into=x", "did you mean ties"),
+        ("assemble '+adapters=[a]' shard=fsdp3", "shard=fsdp3 is no choice"),
+        ("plan '+adapters=[a]'", "world_size: how many ranks"),
+        ("assemble '+adapters=[a]' base=hf", "add base.path=..."),
         ("list output=xml", "expected one of [table, json]"),
         ("assemble '+adapters={x: 3}'", "an adapter is a mapping of fields"),
         ("assemble '+adapters=[a]' base=demo store=demo device=gpu9", "unknown device 'gpu9'"),
