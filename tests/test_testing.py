@@ -93,21 +93,35 @@ class TestAssemblySteps(AssemblyStepSuite):
         return REGISTRY.get("assembly_step", name)
 
 
-@pytest.mark.parametrize("name", ["demo", "python"], scope="class")
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama as a Hugging Face folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", builtins("base_provider"), scope="class")
 class TestBaseProviders(BaseProviderSuite):
     @pytest.fixture
     def plugin(self, name: str) -> Plugin:
         return REGISTRY.get("base_provider", name)
 
     @pytest.fixture
-    def params(self, name: str) -> dict[str, Any]:
+    def params(self, name: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+        if name == "hf":
+            return {"path": str(request.getfixturevalue("llama"))}
         return {"target": "multilora_store.testing.models:tiny_decoder"} if name == "python" else {}
 
 
 PATH = "model.layers.0.self_attn.q_proj"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def layouts(folder: Path) -> Mapping[str, tuple[Path, torch.Tensor]]:
+def layouts(folder: Path) -> Mapping[str, tuple[str, torch.Tensor]]:
     """By source, a file in its layout below the folder, and the one delta that it holds."""
     up, down = torch.randn(6, 2), torch.randn(2, 5)
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
@@ -147,27 +161,34 @@ def layouts(folder: Path) -> Mapping[str, tuple[Path, torch.Tensor]]:
             {"lora_parameters": {"scale": 3.0}},
         ),
     }
-    files["unsloth"] = files["peft_legacy"]
+    files["unsloth"], files["hf"] = files["peft_legacy"], files["peft"]
     made = {}
     for source, (file, tensors, beside) in files.items():
-        (folder / source).mkdir(parents=True)
-        save_file(tensors, str(folder / source / file))
+        place = folder / source
+        if source == "hf":  # the hub's cache, read offline
+            place = folder / "hub" / "models--org--repo" / "snapshots" / COMMIT
+        place.mkdir(parents=True)
+        save_file(tensors, str(place / file))
         if beside:
-            (folder / source / "adapter_config.json").write_text(json.dumps(beside))
-        made[source] = folder / source, 3.0 * up @ down
+            (place / "adapter_config.json").write_text(json.dumps(beside))
+        made[source] = f"org/repo@{COMMIT}" if source == "hf" else str(place), 3.0 * up @ down
     return made
 
 
-@pytest.mark.parametrize("name", [name for name in builtins("source") if name != "hf"], scope="class")
+@pytest.mark.parametrize("name", builtins("source"), scope="class")
 class TestSources(SourceSuite):
     @pytest.fixture
     def plugin(self, name: str) -> Plugin:
         return REGISTRY.get("source", name)
 
     @pytest.fixture
-    def example(self, name: str, tmp_path: Path) -> tuple[str, Mapping[str, torch.Tensor]]:
+    def example(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> tuple[str, Mapping[str, torch.Tensor]]:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "files" / "hub"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         location, delta = layouts(tmp_path / "files")[name]
-        return str(location), {PATH: delta}
+        return location, {PATH: delta}
 
 
 @pytest.mark.parametrize("name", builtins("exporter"), scope="class")
