@@ -20,6 +20,7 @@ from multilora_store.assembly.steps import STEPS, Assembly, Step
 from multilora_store.errors import ManifestError, UsageError, choices
 from multilora_store.manifest import DTYPES, Lock, Manifest
 from multilora_store.plugins import Registry, default_registry
+from multilora_store.storage.arguments import as_mapping
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
@@ -103,7 +104,9 @@ def assemble(
         progress=progress,
     )
     chosen = plugins.get("assembler", assembler).load() if isinstance(assembler, str) else assembler
-    model = chosen(work, arrange(steps or {}, plugins))
+    if not callable(chosen):
+        raise UsageError(f"the assembler is {chosen!r:.80}", remedy="give the name of a plugin, or a function")
+    model = chosen(work, arrange(as_mapping(steps or {}, "steps"), plugins))
     if not isinstance(model, PeftModel):
         raise UsageError(f"assembler {assembler!r} returned a {type(model).__name__}, not a PeftModel")
     return model
@@ -159,11 +162,9 @@ def _arranged(changes: Mapping[str, Step]) -> Iterator[tuple[str, Step]]:
 
 
 def _store(given: Store | str | os.PathLike[str] | None) -> Store | None:
-    if not isinstance(given, (str, os.PathLike)):
-        return given
-    from multilora_store.storage import open_store
+    from multilora_store.storage import as_store
 
-    return open_store(given)
+    return None if given is None else as_store(given)
 
 
 def _device(given: str | torch.device | None) -> torch.device | None:

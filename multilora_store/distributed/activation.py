@@ -22,6 +22,7 @@ from multilora_store.assembly.bridge import (
 from multilora_store.distributed.internals import fixed_policies, reset_iteration, units_holding
 from multilora_store.distributed.sharded import ranks_of, reshard
 from multilora_store.errors import ShardedModelError
+from multilora_store.storage.arguments import as_several
 
 __all__ = ["activate", "active", "disabled"]
 
@@ -86,7 +87,7 @@ def disabled(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def _names(given: Iterable[str]) -> Iterable[str]:
-    return [given] if isinstance(given, str) else given  # a name alone, not its letters
+    return [given] if isinstance(given, str) else as_several(given, "the adapters")  # a name alone, not its letters
 
 
 def _check(model: nn.Module, weights: Mapping[str, float], trainable: list[str] | None) -> dict[int, bool]:

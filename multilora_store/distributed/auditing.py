@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from multilora_store.assembly.bridge import active_adapters, adapter_parameters, innermost, trainable_adapters
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.layout import AdapterLayout, layouts
+from multilora_store.distributed.optimizer import groups_of
 from multilora_store.distributed.sharded import backend_of, ranks_of, reshard, units_of, wrapping_of
 from multilora_store.errors import AuditError
 
@@ -192,7 +193,7 @@ def _astray(model: nn.Module, held: Mapping[str, AdapterLayout], flags: Mapping[
 
 
 def _untold(held: Mapping[str, AdapterLayout], model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Finding]:
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = groups_of(optimizer)
     for name in held:
         for key, parameter in adapter_parameters(model, name).items():
             if parameter.requires_grad and id(parameter) not in known:

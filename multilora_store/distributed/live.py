@@ -35,7 +35,8 @@ from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, r
 from multilora_store.distributed.units import plan_units
 from multilora_store.distributed.wrap import wrap_units
 from multilora_store.errors import MultiLoRAError, ShardedModelError, UnsupportedError, UsageError
-from multilora_store.storage import PeftFolder, Store, StoredAdapter, Version, read_peft_dir
+from multilora_store.storage import PeftFolder, Store, StoredAdapter, StoreLike, Version, as_store, read_peft_dir
+from multilora_store.storage.arguments import of_type
 
 __all__ = ["attach", "detach"]
 
@@ -45,7 +46,7 @@ def attach(
     name: str,
     *,
     source: str | None = None,
-    store: Store | None = None,
+    store: StoreLike | None = None,
     config: AdapterConfig | Mapping[str, Any] | None = None,
     weight: float | None = None,
     trainable: bool = False,
@@ -59,7 +60,7 @@ def attach(
         model: Plain or sharded with fsdp2; it is resharded first. No unit of it is wrapped again.
         name: The adapter's name in the set.
         source: A ref of `store`, or the folder or URL of a PEFT directory; one rank reads it.
-        store: Where `source` is a ref.
+        store: Where `source` is a ref; or its URL.
         config: Instead of `source`: a fresh adapter, whose values depend on (seed, name, tensor) alone.
         weight: Also activates it with this weight, beside those that are active.
         trainable: Whether it receives gradients.
@@ -73,12 +74,13 @@ def attach(
         ShardedModelError: FSDP1 and DDP cannot take parameters after the wrap.
     """
     ranks = ranks_of(model)
+    known = ranks.together("attach", lambda: None if store is None else as_store(store))
     ranks.together(
         "attach",
-        lambda: _check(model, name, source, store, config),
-        facts=lambda _: [name, source, store.url if store else None, str(config), weight, trainable, seed],
+        lambda: _check(model, name, source, known, config),
+        facts=lambda _: [name, source, known.url if known else None, str(config), weight, trainable, seed],
     )
-    opened = ranks.together("attach", lambda: _read(source, store) if source is not None and ranks.first else None)
+    opened = ranks.together("attach", lambda: _read(source, known) if source is not None and ranks.first else None)
     found, version = ranks.from_first("attach", lambda: _told(name, opened, config))
     before = _states(model)
     made_for = BaseIdentity.from_mapping(version.base if version is not None else None)
@@ -162,7 +164,8 @@ def _check(
         raise UsageError(f"the model carries an adapter {name!r} already", remedy="detach() it first", name=name)
     if (source is None) == (config is None):
         raise UsageError(f"attach({name!r}) needs either source= or config=")
-    if source is not None and source_kind(source) == "ref" and store is None:
+    text = None if source is None else of_type(source, str, "source", "a reference, a path or a URL")
+    if text is not None and source_kind(text) == "ref" and store is None:
         raise UsageError(f"attach({name!r}, source={source!r}) needs store=", remedy="or give a folder: ./path")
     _check_backend(model, "attach")
 

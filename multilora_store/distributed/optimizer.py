@@ -21,7 +21,7 @@ from multilora_store.distributed.exchange import Item
 from multilora_store.distributed.layout import AdapterLayout, TensorLayout
 from multilora_store.errors import DamagedError, DisagreementError, UnsupportedError, UsageError
 
-__all__ = ["OptimizerPart", "collect", "decode", "encode", "read_options", "restore_part", "slots"]
+__all__ = ["OptimizerPart", "collect", "decode", "encode", "groups_of", "read_options", "restore_part", "slots"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,21 @@ class OptimizerPart:
     tensors: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
     scalars: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The parameter group of each parameter, by its `id`.
+
+    Raises:
+        UsageError: it is no optimizer.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        raise UsageError(
+            f"the optimizer is {optimizer!r:.80}, of type {type(optimizer).__name__}",
+            remedy="give a torch.optim.Optimizer",
+        )
+    return {id(parameter): group for group in groups for parameter in group["params"]}
 
 
 def collect(
@@ -78,7 +93,7 @@ def collect(
 
 def _local(optimizer: torch.optim.Optimizer, adapter: AdapterLayout) -> OptimizerPart:
     part = OptimizerPart(type(optimizer).__name__)
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    groups = groups_of(optimizer)
     for key, tensor in adapter.tensors.items():
         if id(tensor) not in groups:
             continue
@@ -178,7 +193,7 @@ def restore_part(part: OptimizerPart, adapter: AdapterLayout, optimizer: torch.o
         UsageError: the state is another optimizer's.
     """
     trained = {key for key, _ in (*part.tensors, *part.scalars)}
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    groups = groups_of(optimizer)
     for key, tensor in adapter.tensors.items():
         if key not in trained:
             optimizer.state.pop(tensor, None)
@@ -225,5 +240,5 @@ def check_kind(part: OptimizerPart, optimizer: torch.optim.Optimizer, adapter: s
 
 def in_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """The names among `parameters` that are in a group of the optimizer."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = groups_of(optimizer)
     return [key for key, p in parameters.items() if id(p) in known]

@@ -20,6 +20,7 @@ from multilora_store.distributed.units import UnitPlan, block_of, find_blocks, p
 from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec, Manifest
 from multilora_store.storage import Store
+from multilora_store.storage.arguments import of_type
 
 __all__ = ["AdapterPlan", "Plan", "plan", "shard_nbytes"]
 
@@ -125,6 +126,8 @@ def plan(
         raise UsageError(f"optimizer {optimizer!r} is not known", remedy=choices(optimizer, OPTIMIZERS))
     if granularity not in ("adapter", "layer"):
         raise UsageError(f"granularity {granularity!r} is not known", remedy=choices(granularity, ("adapter", "layer")))
+    for name, value in (("world_size", world_size), ("replicas", replicas)):
+        of_type(value, int, name, "a whole number")
     if world_size < 1 or replicas < 1 or world_size % replicas:
         raise UsageError(f"{world_size} ranks cannot form {replicas} replicas", remedy="replicas divides world_size")
     model, alike = _model(base, adapters, store)

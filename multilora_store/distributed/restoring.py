@@ -24,7 +24,7 @@ from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_r
 from multilora_store.distributed.saving import kept_versions, local_digest
 from multilora_store.distributed.sharded import mesh_of, ranks_of, reshard
 from multilora_store.errors import CoverageError, UsageError, choices
-from multilora_store.storage import PeftFolder, Snapshot, Store, StoredAdapter, Version
+from multilora_store.storage import PeftFolder, Snapshot, Store, StoredAdapter, StoreLike, Version, as_store
 
 __all__ = ["check_coverage", "fill", "restore"]
 
@@ -42,7 +42,7 @@ class _Source:
 
 def restore(
     model: nn.Module,
-    store: Store,
+    store: StoreLike,
     *,
     snapshot: str = "latest",
     optimizer: torch.optim.Optimizer | None = None,
@@ -57,7 +57,7 @@ def restore(
 
     Args:
         model: Carries the adapters, in any order, possibly on the meta device (fsdp2); it is resharded first.
-        store: Where from; each file is read by one rank only.
+        store: Where from, or its URL; each file is read by one rank only.
         snapshot: `latest` or an id.
         optimizer: Built over the adapters that were trained; its state is replaced.
         adapters: Only these, and no flags of others; None: the whole set, which must be the model's.
@@ -72,8 +72,9 @@ def restore(
         DisagreementError, RankFailedError: another rank differs or failed; restore again before going on.
     """
     ranks = ranks_of(model)
+    here = ranks.together("restore", lambda: as_store(store))
     wanted = None if adapters is None else sorted(set(adapters))
-    source = ranks.from_first("restore", lambda: _find(store, snapshot))
+    source = ranks.from_first("restore", lambda: _find(here, snapshot))
     held = ranks.together(
         "restore",
         lambda: _held(model, source, wanted, optimizer, allow_base_mismatch),
@@ -87,15 +88,15 @@ def restore(
     me = ranks.members[ranks.rank]
     opened = ranks.together(
         "opening adapters",
-        lambda: {n: _open(store, source.versions[n], held[n]) for n in held if owners[n] == me},
+        lambda: {n: _open(here, source.versions[n], held[n]) for n in held if owners[n] == me},
     )
     fill(model, ranks, held, owners, opened, budget)
     _restore_flags(model, ranks, source, held, whole_set=wanted is None)
     if optimizer is not None:
-        _restore_optimizer(model, ranks, store, source, held, owners, optimizer, budget)
+        _restore_optimizer(model, ranks, here, source, held, owners, optimizer, budget)
     kept = kept_versions(model)
     for name, adapter in held.items():
-        kept[name] = (store.url, local_digest(adapter), source.versions[name])
+        kept[name] = (here.url, local_digest(adapter), source.versions[name])
         record(model).member(name).version = source.versions[name]
     return source.snapshot
 
@@ -287,7 +288,7 @@ def _check_part(part: optimizers.OptimizerPart, adapter: AdapterLayout, optimize
     if part.tensors or part.scalars:
         optimizers.check_kind(part, optimizer, adapter.name)
     trained = {key for key, _ in (*part.tensors, *part.scalars)}
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = optimizers.groups_of(optimizer)
     untold = [key for key in sorted(trained) if key not in adapter.tensors or id(adapter.tensors[key]) not in known]
     if untold:
         raise UsageError(

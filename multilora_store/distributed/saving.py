@@ -26,7 +26,16 @@ from multilora_store.distributed.owners import BUDGET, assign_owners, plan_round
 from multilora_store.distributed.random import RANDOM_FILE, encode_random, random_state
 from multilora_store.distributed.sharded import ranks_of, reshard
 from multilora_store.errors import RankFailedError, StoreNotFoundError, UsageError
-from multilora_store.storage import Snapshot, SnapshotDraft, SnapshotMember, StagedPut, Store, Version
+from multilora_store.storage import (
+    Snapshot,
+    SnapshotDraft,
+    SnapshotMember,
+    StagedPut,
+    Store,
+    StoreLike,
+    Version,
+    as_store,
+)
 from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
@@ -83,21 +92,21 @@ _kept: WeakKeyDictionary[nn.Module, dict[str, tuple[str, str, Version]]] = WeakK
 
 @overload
 def save(
-    model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
+    model: nn.Module, store: StoreLike, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[True] = ..., tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
     extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
     profile: str | None = ...,
 ) -> Snapshot: ...  # fmt: skip
 @overload
 def save(
-    model: nn.Module, store: Store, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
+    model: nn.Module, store: StoreLike, *, step: int | None = ..., optimizer: torch.optim.Optimizer | None = ...,
     blocking: Literal[False], tags: Sequence[str] = ..., metadata: Mapping[str, Any] | None = ...,
     extra: Mapping[str, bytes] | None = ..., budget: int = ..., progress: Listener | None = ...,
     profile: str | None = ...,
 ) -> SaveHandle: ...  # fmt: skip
 def save(
     model: nn.Module,
-    store: Store,
+    store: StoreLike,
     *,
     step: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -115,7 +124,7 @@ def save(
 
     Args:
         model: Plain or under any wrapper; it is resharded first.
-        store: Where to; every rank must be able to reach it.
+        store: Where to, or its URL; every rank must be able to reach it.
         step: The training step, recorded with the versions and the snapshot.
         optimizer: Its state per adapter is stored in the snapshot, with each rank's random state.
         blocking: False: everything is copied to the host, and uploaded and committed in the background.
@@ -138,7 +147,8 @@ def save(
     if _in_flight is not None and not _in_flight.told:
         _in_flight.result()
     ranks = ranks_of(model)
-    job, payloads, fresh = _prepare(model, store, ranks, step, optimizer, tags, metadata, extra, progress, profile)
+    known = ranks.together("save", lambda: as_store(store))
+    job, payloads, fresh = _prepare(model, known, ranks, step, optimizer, tags, metadata, extra, progress, profile)
     if blocking:
         for moved in _gathered(job, payloads, budget):
             ranks.together("uploading adapters", lambda moved=moved: _deliver(job, moved))  # type: ignore[misc]

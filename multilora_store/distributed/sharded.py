@@ -18,6 +18,7 @@ from multilora_store.assembly.bridge import peft_model
 from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
 from multilora_store.distributed.internals import fsdp1_reshard
 from multilora_store.distributed.units import Unit
+from multilora_store.errors import UsageError
 
 __all__ = ["Wrapping", "backend_of", "mesh_of", "ranks_of", "remember", "reshard", "units_of", "wrapping_of"]
 
@@ -90,7 +91,15 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """The ranks that hold this model: those of its mesh, else all of the job."""
+    """The ranks that hold this model: those of its mesh, else all of the job.
+
+    Raises:
+        UsageError: it is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"the model is {model!r:.80}, of type {type(model).__name__}", remedy="give what assemble() returned"
+        )
     if not (dist.is_available() and dist.is_initialized()):
         return world()
     mesh = mesh_of(model)

@@ -21,7 +21,7 @@ from multilora_store.plugins import Registry
 from multilora_store.storage.progress import Listener
 
 if TYPE_CHECKING:
-    from multilora_store.storage import Store, Version
+    from multilora_store.storage import Store, StoreLike, Version
 
 __all__ = ["MergeResult", "merge"]
 
@@ -42,7 +42,7 @@ class MergeResult:
 
 
 def merge(
-    store: Store,
+    store: StoreLike,
     weights: Mapping[str, float],
     *,
     strategy: str = "linear",
@@ -63,7 +63,7 @@ def merge(
     """Merge stored adapters into a new stored adapter, module by module, without a base model.
 
     Args:
-        store: Where the adapters lie and the result goes.
+        store: Where the adapters lie and the result goes, or its URL.
         weights: Reference (`a`, `a@best`) -> weight.
         strategy: Name of a merge strategy.
         into: Name of the result.
@@ -76,6 +76,9 @@ def merge(
         MergeError: see `merge_adapters`; or the stored result did not read back as it was computed.
         NotInStoreError: a reference names nothing.
     """
+    from multilora_store.storage import as_store
+
+    store = as_store(store)
     _check_into(store, into, if_exists)
     chosen = Strategy.find(strategy, registry)
     chosen.complete(params)

@@ -10,6 +10,7 @@ from multilora_store.errors import MergeError
 from multilora_store.merging.layout import FactorPair, Layout
 from multilora_store.merging.source import MergeSource
 from multilora_store.merging.strategy import Strategy
+from multilora_store.storage.arguments import as_mapping
 
 __all__ = ["Member", "ModulePlan", "check_weights", "plan_modules"]
 
@@ -57,7 +58,7 @@ def check_weights(strategy: Strategy, weights: Mapping[str, float]) -> None:
         MergeError: none, too few or too many, not finite numbers, all zero, or negative where they are shares.
     """
     traits = strategy.traits
-    if not weights:
+    if not as_mapping(weights, "the weights"):
         raise MergeError(
             "no adapter to merge was named", remedy="give one weight for each adapter: {'a': 0.7, 'b': 0.3}"
         )

@@ -11,7 +11,7 @@ from multilora_store.storage.puts import StagedPut
 from multilora_store.storage.repair import RepairReport, repair
 from multilora_store.storage.snapshots import SnapshotDraft, new_snapshot_id
 from multilora_store.storage.state import Snapshot, State, Version
-from multilora_store.storage.store import Commit, Store, StoredAdapter, open_store
+from multilora_store.storage.store import Commit, Store, StoredAdapter, StoreLike, as_store, open_store
 from multilora_store.storage.sync import SyncReport, sync
 from multilora_store.storage.verify import Finding, VerifyReport
 
@@ -39,11 +39,13 @@ __all__ = [
     "State",
     "StateDiff",
     "Store",
+    "StoreLike",
     "StoredAdapter",
     "SyncReport",
     "VerifyReport",
     "Version",
     "apply_retention",
+    "as_store",
     "diff_states",
     "export_adapter",
     "follow",

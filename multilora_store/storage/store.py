@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from multilora_store.adapter import AdapterConfig, Ref, check_name, check_new_name, check_tag
 from multilora_store.errors import UsageError, choices
@@ -66,6 +66,23 @@ def open_store(
         open_blobs(url, **storage_options), cache=VersionCache() if cache else None,
         signing_key=signing_key, trusted_keys=TrustedKeys.of(trusted_keys),
     )  # fmt: skip
+
+
+def as_store(given: StoreLike) -> Store:
+    """The store itself, or the one at a URL.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return open_store(given)
+    if not hasattr(given, "commit"):
+        raise UsageError(f"the store is {given!r:.80}, of type {type(given).__name__}", remedy="give open_store(URL)")
+    return given
+
+
+StoreLike: TypeAlias = "Store | str | os.PathLike[str]"
+"""A store, or the URL of one."""
 
 
 class PutOptions(TypedDict, total=False):

@@ -132,9 +132,8 @@ class AssemblyRecord:
         """
         found = self.members.get(name)
         if found is None:
-            raise UsageError(
-                f"the model carries no adapter {name!r}", remedy=choices(name, self.members, noun="adapter"), name=name
-            )
+            remedy = choices(str(name), self.members, noun="adapter")
+            raise UsageError(f"the model carries no adapter {name!r}", remedy=remedy, name=name)
         return found
 
 
