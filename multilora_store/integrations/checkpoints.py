@@ -136,7 +136,7 @@ def _parse(configs: Mapping[str, Config]) -> dict[str, AdapterConfig]:
             parsed[name] = AdapterConfig.parse(file.read_bytes(), where=str(file))
         else:
             fields = given if isinstance(given, Mapping) else given.to_dict()
-            parsed[name] = AdapterConfig.parse(fields, where=where)
+            parsed[name] = AdapterConfig.parse({"peft_type": "LORA", **fields}, where=where)
     return parsed
 
 

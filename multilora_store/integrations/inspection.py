@@ -176,7 +176,7 @@ def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis])
         )  # fmt: skip
     if seen and found.kind != "peft":
         findings.append(
-            _said(str(found.path), f"{len(seen)} adapters lie among the base's tensors, without configurations",
+            _said(str(found.path), "its adapters lie among the base's tensors, without configurations",
                   ", ".join(counts), "a checkpoint of the whole model says nothing of rank, alpha and targets",
                   _RESCUE.format(path=found.path))
         )  # fmt: skip

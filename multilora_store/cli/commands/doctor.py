@@ -110,17 +110,20 @@ def _audited(report: AuditReport) -> list[Diagnosis]:
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in report.findings:
         alike[one.adapter, one.kind].append(f"{one.tensor} ({one.detail})" if one.detail else one.tensor)
-    return [
-        Diagnosis(
-            area="audit",
-            subject=adapter,
-            what=f"{len(tensors)} tensors: {KINDS[kind].partition(':')[0]}",
-            cause=KINDS[kind],
-            evidence=some(tensors),
-            remedy=_MENDED[kind],
+    found = []
+    for (adapter, kind), tensors in alike.items():
+        what, _, cause = KINDS[kind].partition(": ")
+        found.append(
+            Diagnosis(
+                area="audit",
+                subject=adapter,
+                what=f"{len(tensors)} tensors: {what}",
+                cause=cause or what,
+                evidence=some(tensors),
+                remedy=_MENDED[kind],
+            )
         )
-        for (adapter, kind), tensors in alike.items()
-    ]
+    return found
 
 
 def _states(report: AuditReport) -> list[str]:
