@@ -15,6 +15,7 @@ from torch import Tensor
 import multilora_store
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import MergeError, choices
+from multilora_store.merging.blocks import settle_heap
 from multilora_store.merging.capability import check_configs, check_layouts
 from multilora_store.merging.full_modules import merge_full, owners_of, resolve_rule
 from multilora_store.merging.merged_config import merged_config
@@ -266,6 +267,7 @@ def _run(
         meter.add(size)
         return result
 
+    settle_heap()
     with _one_thread_each(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(merge_one, *one) for one in zip(plans, sizes, strict=True)]
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Decomposition", "LowRank", "relative_distance"]
+__all__ = ["Decomposition", "LowRank", "is_finite", "relative_distance"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +177,13 @@ class LowRank:
 
     def is_finite(self) -> bool:
         """Whether no factor holds an infinity or a NaN."""
-        # A sum is not finite if an element is not; it costs one sweep, and only an overflow needs the second look.
-        return all(
-            math.isfinite(float(factor.sum())) or bool(torch.isfinite(factor).all()) for factor in (self.up, self.down)
-        )
+        return is_finite(self.up) and is_finite(self.down)
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no element is an infinity or a NaN."""
+    # A sum is not finite if an element is not; it costs one sweep, and only an overflow needs the second look.
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def relative_distance(found: LowRank, expected: LowRank) -> float:

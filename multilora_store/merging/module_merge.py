@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from multilora_store.errors import MergeError
-from multilora_store.merging.blocks import ElementMerge, Matrix
+from multilora_store.merging.blocks import Matrix
+from multilora_store.merging.element_merge import ElementMerge
 from multilora_store.merging.layout import FactorPair
-from multilora_store.merging.lowrank import LowRank
+from multilora_store.merging.lowrank import LowRank, is_finite
 from multilora_store.merging.plan import Member, ModulePlan
 from multilora_store.merging.report import ModuleReport
 from multilora_store.merging.strategy import Strategy
@@ -85,7 +86,7 @@ def merge_module(plan: ModulePlan, settings: Settings) -> ModuleResult:
     if settings.bias and plan.pair.kind != "embedding":
         tensors[plan.pair.up.removesuffix("weight") + "bias"] = _bias(plan, settings)
     for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise MergeError(
                 f"the merged tensor {name} holds values that are not finite; nothing was written",
                 why=f"strategy {settings.strategy.name} with {dict(settings.params)} in {settings.dtype}",
@@ -204,20 +205,24 @@ class _ElementTarget:
                 ],
                 weights=[member.weight for member in plan.members],
                 function=function,
-                budget=settings.budget,
+                budget=settings.budget // plan.pair.groups,
             )
             for index in range(plan.pair.groups)
         ]
 
     def at(self, rank: int) -> LowRank:
-        parts = [
+        self._truncated = [
             group.truncate(rank, exact=self._exact, label=(*self._label, index))
             for index, group in enumerate(self._groups)
         ]
+        parts = [truncated.delta for truncated in self._truncated]
         return LowRank(torch.cat([part.up for part in parts]), torch.cat([part.down for part in parts]))
 
     def distance(self, found: LowRank) -> tuple[float, float]:
-        pairs = [group.distance(found.group(index)) for index, group in enumerate(self._groups)]
+        pairs = [
+            group.distance(found.group(index), truncated.projection)
+            for index, (group, truncated) in enumerate(zip(self._groups, self._truncated, strict=True))
+        ]
         return math.hypot(*(apart for apart, _ in pairs)), math.hypot(*(size for _, size in pairs))
 
 

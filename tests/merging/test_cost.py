@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from multilora_store.merging import MergeSource, adapters, merge_adapters
-from multilora_store.merging.blocks import BLOCK_ELEMENTS, CHUNK_BLOCKS
+from multilora_store.merging.blocks import BLOCK_ELEMENTS
+from multilora_store.merging.element_merge import CHUNK_BLOCKS
 from multilora_store.merging.module_merge import ModuleResult, Settings, merge_module
 from multilora_store.merging.plan import ModulePlan
 
@@ -36,7 +37,7 @@ class Largest(TorchDispatchMode):
 def largest_of(monkeypatch: pytest.MonkeyPatch, sources: list[MergeSource], **fields: Any) -> int:
     largest = Largest()
 
-    def here(plans: Sequence[ModulePlan], settings: Settings, workers: int) -> list[ModuleResult]:
+    def here(plans: Sequence[ModulePlan], settings: Settings, workers: int, progress: object) -> list[ModuleResult]:
         with largest:  # modes belong to a thread
             return [merge_module(plan, settings) for plan in plans]
 

@@ -121,6 +121,17 @@ def test_della_drops_small_elements_more_often_and_keeps_the_expected_value() ->
     torch.testing.assert_close(merged.mean(dim=0).mean(), values.mean(), rtol=0.03, atol=0.0)
 
 
+def test_della_ranks_within_a_row_and_to_one_part_in_64() -> None:
+    random = torch.Generator().manual_seed(1)
+    values = torch.randn(5, 800, generator=random) * torch.tensor([[1e-6], [1.0], [3.0], [1e3], [1e-3]])
+    ladder = elements._by_rank(values, 0.2, 0.8)
+    exact = 0.2 + 0.6 * values.abs().argsort(dim=1).argsort(dim=1) / 799
+    assert float((ladder - exact).abs().max()) < 0.01
+    torch.testing.assert_close(ladder.mean(dim=1), torch.full((5,), 0.5))
+    tied = elements._by_rank(torch.tensor([[0.0, 2.0, -2.0, 2.0, 9.0]]), 0.0, 1.0)
+    torch.testing.assert_close(tied, torch.tensor([[0.0, 0.5, 0.5, 0.5, 1.0]]))
+
+
 def test_magnitude_prune_and_breadcrumbs_cut_by_size() -> None:
     deltas = blocks([[1.0, -9.0, 3.0, 2.0, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]])
     pruned = elements.magnitude_prune(deltas, [2.0], density=0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ __all__ = ["breadcrumbs", "dare_linear", "dare_ties", "della", "magnitude_prune"
 
 Election = Literal["total", "frequency"]
 _DENSITY = {"density": BETWEEN_0_AND_1}
+_BIN_SHIFT = 17  # of a float32, leaves the exponent and six bits
+_BINS = 1024  # sixteen octaves below the largest; what is smaller shares the last bin
 
 
 def trimmed(block: Block, density: float) -> Tensor:
@@ -27,15 +30,14 @@ def trimmed(block: Block, density: float) -> Tensor:
 def _at_least(values: Tensor, size: float) -> Tensor:
     """The elements of at least that magnitude, the others zero."""
     # hardshrink keeps what is larger than its bound: the next smaller number lets `size` itself pass, in one sweep.
-    below = torch.nextafter(torch.tensor(size, dtype=torch.float32), torch.tensor(0.0))
-    return torch.nn.functional.hardshrink(values, float(below))
+    return torch.nn.functional.hardshrink(values, float(np.nextafter(np.float32(size), np.float32(0.0))))
 
 
 def dropped(block: Block, density: float) -> Tensor:
     """Each element kept with probability `density` and divided by it, the others zero."""
     if density >= 1.0:
         return block.values
-    return torch.where(block.uniform() < density, block.values, 0.0).div_(density)
+    return block.kept(density).mul_(block.values).div_(density)
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -51,15 +53,32 @@ def elected_mean(values: Sequence[Tensor], weights: Sequence[float], election: E
 
     The sign is that of the weighted sum (`total`) or of the weighted votes (`frequency`); a tie is positive.
     """
-    votes = values if election == "total" else [value.sign() for value in values]
-    elected = torch.where(weighted_sum(votes, weights) >= 0, 1.0, -1.0)
-    total, share = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-    for value, weight in zip(values, weights, strict=True):
-        along = value * elected if weight >= 0 else value * -elected
-        share.add_(along > 0, alpha=abs(weight))
-        total.add_(along.relu_(), alpha=abs(weight))
-    # Where nothing agrees the total is zero, and so is the mean.
-    return total.mul_(elected).div_(share.clamp_(min=torch.finfo(torch.float32).tiny))
+    stack = torch.stack([value if weight >= 0 else -value for value, weight in zip(values, weights, strict=True)])
+    shares = [abs(weight) for weight in weights]
+    margin = over_adapters(stack if election == "total" else stack.sign(), shares)
+    return agreeing(stack, margin, shares, shares, torch.finfo(torch.float32).tiny)
+
+
+def agreeing(stack: Tensor, margin: Tensor, weights: Sequence[float], shares: Sequence[float], least: float) -> Tensor:
+    """The weighted sum of the values with the elected sign, divided by the sum of the shares of those who have it.
+
+    Args:
+        stack: (adapters, rows, n); overwritten.
+        margin: (rows, n), by how much the positive side won, at least 0 where it is elected; overwritten.
+        weights, shares: One for each adapter.
+        least: The smallest sum of shares to divide by, for places where nothing has a value.
+    """
+    # Comparisons that write 0 and 1 as floats, and products with them, are many times as fast as booleans and `where`.
+    elected = torch.ge(margin, 0.0, out=margin).mul_(2.0).sub_(1.0)
+    total = over_adapters(stack.mul_(elected).relu_(), weights)
+    share = over_adapters(torch.gt(stack, 0.0, out=stack), shares)
+    return total.mul_(elected).div_(share.clamp_(min=least))
+
+
+def over_adapters(stack: Tensor, weights: Sequence[float]) -> Tensor:
+    """The weighted sum over the first dimension."""
+    flat = stack.reshape(len(weights), -1)
+    return torch.mv(flat.mT, torch.tensor(weights, dtype=stack.dtype)).reshape(stack.shape[1:])
 
 
 @strategy(
@@ -80,7 +99,7 @@ def ties(
 
     The weights count in the election and in the mean: they are shares, `scale` is the paper's lambda.
     """
-    return elected_mean([trimmed(block, density) for block in deltas], weights, election) * scale
+    return elected_mean([trimmed(block, density) for block in deltas], weights, election).mul_(scale)
 
 
 @strategy(
@@ -109,7 +128,7 @@ def dare_ties(
     election: Election = "total",
 ) -> Tensor:
     """Drop elements at random and rescale, then elect signs and average as `ties` does."""
-    return elected_mean([dropped(block, density) for block in deltas], weights, election) * scale
+    return elected_mean([dropped(block, density) for block in deltas], weights, election).mul_(scale)
 
 
 @strategy(
@@ -130,19 +149,32 @@ def della(
     """Drop elements at random, small ones more often; rescale each by its own probability; elect and average.
 
     Within a row the probability of keeping rises linearly with the rank of the magnitude, from `density - spread / 2`
-    to `density + spread / 2` (the paper's epsilon is `spread`), and is held within (0, 1].
+    to `density + spread / 2` (the paper's epsilon is `spread`), and is held within (0, 1]. Magnitudes of
+    a row that agree to one part in 64 share the mean of their ranks.
     """
     kept = [_sampled_by_magnitude(block, density, spread) for block in deltas]
-    return elected_mean(kept, weights, election) * scale
+    return elected_mean(kept, weights, election).mul_(scale)
 
 
 def _sampled_by_magnitude(block: Block, density: float, spread: float) -> Tensor:
-    values = block.values
-    columns = values.shape[1]
-    order = values.abs().argsort(dim=1, stable=True)
-    ladder = torch.linspace(density - spread / 2, density + spread / 2, columns).clamp(1e-3, 1.0)
-    probability = torch.empty_like(values).scatter_(1, order, ladder.expand_as(values))
-    return torch.where(block.uniform() < probability, values, 0.0).div_(probability)
+    probability = _by_rank(block.values, density - spread / 2, density + spread / 2).clamp_(1e-3, 1.0)
+    drawn = block.uniform()
+    return torch.lt(drawn, probability, out=drawn).mul_(block.values).div_(probability)
+
+
+def _by_rank(values: Tensor, low: float, high: float) -> Tensor:
+    """For each element a number between `low`, for the smallest magnitude of its row, and `high`, for the largest.
+
+    Ranks are counted in bins, which costs a tenth of sorting.
+    """
+    rows, columns = values.shape
+    bits = values.abs().view(torch.int32) >> _BIN_SHIFT  # the bits of magnitudes have their order
+    bins = bits.sub_(bits.amax(dim=1, keepdim=True) - (_BINS - 1)).clamp_(min=0)
+    places = bins.add_(torch.arange(rows, dtype=torch.int32)[:, None] * _BINS).reshape(-1)
+    counts = np.bincount(places.numpy(), minlength=rows * _BINS).reshape(rows, _BINS)
+    rank = counts.cumsum(axis=1) - (counts + 1) / 2
+    ladder = (low + (high - low) / max(1, columns - 1) * rank).astype(np.float32)
+    return torch.from_numpy(ladder.reshape(-1)).index_select(0, places).reshape(rows, columns)
 
 
 @strategy(
@@ -176,10 +208,8 @@ def breadcrumbs(
     """
     kept = []
     for block in deltas:
-        size = block.values.abs()
-        lowest = block.threshold(min(1.0, density + outliers))
-        keep = size >= lowest
+        values = _at_least(block.values, block.threshold(min(1.0, density + outliers)))
         if outliers > 0.0:
-            keep &= size < block.threshold(outliers)
-        kept.append(torch.where(keep, block.values, 0.0))
-    return weighted_sum(kept, weights) * scale
+            values.sub_(_at_least(values, block.threshold(outliers)))
+        kept.append(values)
+    return weighted_sum(kept, weights).mul_(scale)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from multilora_store.merging.blocks import Block
 from multilora_store.merging.lowrank import LowRank
-from multilora_store.merging.strategies.elements import Election, dropped, trimmed, weighted_sum
+from multilora_store.merging.strategies.elements import (
+    Election,
+    agreeing,
+    dropped,
+    over_adapters,
+    trimmed,
+    weighted_sum,
+)
 from multilora_store.merging.strategy import BETWEEN_0_AND_1, strategy
 
 __all__ = [
@@ -41,12 +48,9 @@ _PRUNED = {"neutral": {"density": 1.0}, "limits": {"density": BETWEEN_0_AND_1}, 
 
 def _disjoint(values: Sequence[Tensor], weights: Sequence[float], election: Election) -> Tensor:
     """PEFT's merge after the election: the sign of the unweighted sum, the weighted sum divided by the count."""
-    votes = values if election == "total" else [value.sign() for value in values]
-    majority = torch.where(weighted_sum(votes, [1.0] * len(votes)) >= 0, 1.0, -1.0)
-    agree = [value.sign() == majority for value in values]
-    kept = [torch.where(mask, value, 0.0) for mask, value in zip(agree, values, strict=True)]
-    count = torch.stack(agree).sum(dim=0).clamp(min=1)
-    return weighted_sum(kept, weights) / count
+    stack, ones = torch.stack(list(values)), [1.0] * len(values)
+    margin = over_adapters(stack if election == "total" else stack.sign(), ones)
+    return agreeing(stack, margin, weights, ones, 1.0)
 
 
 def _ties(blocks: Sequence[Block], weights: Sequence[float], density: float, election: Election) -> Tensor:
