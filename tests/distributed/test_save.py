@@ -289,11 +289,10 @@ def test_a_failure_on_one_rank_fails_all_and_keeps_the_former_snapshot(tmp_path:
         assert each["value before"], "the background save wrote what was there when it was asked for"
 
 
-def die_in(root: str, phase: str) -> Any:
+def die_in(root: str, phase: str, victim: int) -> Any:
     import torch.distributed as dist
 
     from multilora_store.distributed import restore, save
-    from multilora_store.distributed import save as _unused  # noqa: F401
     from multilora_store.errors import RankFailedError
     from multilora_store.storage import open_store
 
@@ -307,12 +306,12 @@ def die_in(root: str, phase: str) -> Any:
 
     class Deadly:
         def __getattr__(self, name: str) -> Any:
-            if name == phase and rank == 1:
+            if name == phase and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             return getattr(store, name)
 
     try:
-        if phase == "get":
+        if phase in ("get", "snapshot"):
             restore(model, Deadly())
         else:
             save(model, Deadly(), step=1)
@@ -321,14 +320,25 @@ def die_in(root: str, phase: str) -> Any:
     return "nothing raised", None, store.snapshot().step
 
 
-@pytest.mark.parametrize("phase", ["url", "stage", "get"])
-def test_a_rank_killed_in_any_phase_leaves_the_store_whole(phase: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("url", 1),
+        ("stage", 1),
+        ("get", 1),
+        pytest.param("commit", 0, marks=pytest.mark.slow),
+        pytest.param("stage_snapshot_file", 0, marks=pytest.mark.long),
+        pytest.param("snapshot", 0, marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_killed_in_any_phase_leaves_the_store_whole(phase: str, victim: int, tmp_path: Path) -> None:
     """Case 47: kill -9 of one rank: the other ends within seconds with its name, the next save works."""
-    outcomes = launch(die_in, 2, str(tmp_path), phase, timeout=90)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    message, absent, step = outcomes[0].value
-    assert "rank 1 stopped answering" in message, outcomes[0]
-    assert absent == [1]
+    outcomes = launch(die_in, 2, str(tmp_path), phase, victim, timeout=90)
+    survivor = 1 - victim
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    message, absent, step = outcomes[survivor].value
+    assert f"rank {victim} stopped answering" in message, outcomes[survivor]
+    assert absent == [victim]
     assert step == 0
-    assert outcomes[0].seconds < 60
+    assert outcomes[survivor].seconds < 60
     assert results(train_and_save, 2, "fsdp2", str(tmp_path / "next"))[0]["entries"] == 2
