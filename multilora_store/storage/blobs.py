@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from multilora_store.errors import NameNotAllowedError, UsageError
 
 __all__ = [
+    "BatchingBlobs",
     "BlobInfo",
     "Blobs",
     "Buffer",
@@ -96,6 +97,14 @@ class CopyingBlobs(Protocol):
         """Copies a blob of `source` whole to the key `to`; False: both are not at one service, nothing was done."""
 
 
+@runtime_checkable
+class BatchingBlobs(Protocol):
+    """Blobs of a storage to which several writes cost less than one after the other."""
+
+    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]]) -> None:
+        """Writes blobs as `write` does, in this order; none counts before all are there."""
+
+
 def check_key(key: str) -> str:
     """Returns `key`, a relative path of plain segments that cannot leave its root.
 
@@ -157,7 +166,8 @@ def url_text(url: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{url!r:.80} names no place", remedy="give a folder or an fsspec URL")
+        why = "it is empty" if url == "" else f"it is of type {type(url).__name__}"
+        raise UsageError(f"the URL {url!r:.80} names no place", why=why, remedy="give a folder or an fsspec URL")
     return text
 
 

@@ -9,8 +9,10 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 from multilora_store.errors import DamagedError, StorageError
 from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of
@@ -63,27 +65,43 @@ class LocalBlobs:
                 return None
 
     def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
-        path = self.local_path(key)
-        with translated("writing", str(path)):
-            temporary, holders = self._write_temporary(path, parts)
-            try:
+        self.write_many([(key, parts)])
+
+    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]]) -> None:
+        """Writes files that count together only: each whole, named in this order, all on the disk at the end.
+
+        All are filled before the first is flushed, so that the disk writes them in one go.
+        """
+        paths = [self.local_path(key) for key, _ in files]
+        where = str(paths[0] if len(paths) == 1 else paths[0].parent)
+        with translated("writing", where), ExitStack() as stack:
+            filled: list[tuple[Path, BinaryIO]] = []
+            folders: dict[Path, None] = {}
+            for path, (_, parts) in zip(paths, files, strict=True):
+                temporary, file, holders = self._fill_temporary(path, parts)
+                stack.callback(_remove_quietly, temporary)
+                stack.callback(file.close)
+                filled.append((temporary, file))
+                folders.update(dict.fromkeys([path.parent, *holders]))
+            for _, file in filled:
+                os.fsync(file.fileno())
+            for path, (temporary, _) in zip(paths, filled, strict=True):
                 os.replace(temporary, path)
-            except BaseException:
-                _remove_quietly(temporary)
-                raise
             try:
-                _sync_folders(path.parent, *holders)
+                _sync_folders(*folders)
             except FileNotFoundError:
-                # A gc without grace has freed it already. Its purge stands in the journal, where a commit finds it.
-                log.debug("%s was removed as soon as it was written", path)
+                # A gc without grace has freed them already. Its purge stands in the journal, where a commit finds it.
+                log.debug("%s was removed as soon as it was written", where)
 
     def create(self, key: str, data: bytes) -> bool:
         path = self.local_path(key)
         with translated("creating", str(path)):
             if os.path.lexists(path):
                 return False
-            temporary, holders = self._write_temporary(path, data)
+            temporary, file, holders = self._fill_temporary(path, data)
             try:
+                with file:
+                    os.fsync(file.fileno())
                 os.link(temporary, path)
             except FileExistsError:
                 return False
@@ -157,20 +175,20 @@ class LocalBlobs:
                 path=str(path),
             )
 
-    def _write_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> tuple[Path, Sequence[Path]]:
-        """A flushed file beside `path`, and the folders that hold names which are yet to be flushed."""
+    def _fill_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> tuple[Path, BinaryIO, Sequence[Path]]:
+        """A file beside `path`, filled and open, yet to be flushed; and folders that hold names yet to be flushed."""
         temporary = path.parent / f"{_TEMPORARY}{path.name}~{secrets.token_hex(4)}"
         descriptor, holders = _open_in_folder(temporary)
+        file = open(descriptor, "wb", buffering=1 << 20)  # noqa: SIM115 (the caller flushes and closes it)
         try:
-            with open(descriptor, "wb", buffering=1 << 20) as file:
-                for part in parts_of(parts):
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
+            for part in parts_of(parts):
+                file.write(part)
+            file.flush()
         except BaseException:
+            file.close()
             _remove_quietly(temporary)
             raise
-        return temporary, holders
+        return temporary, file, holders
 
     def _walk(self, folder: Path) -> Iterator[BlobInfo]:
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from multilora_store.adapter import AdapterConfig, check_name, storage_name
 from multilora_store.errors import ConflictError, UsageError
 from multilora_store.storage.arguments import as_mapping
-from multilora_store.storage.blobs import Blobs, Buffer
+from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer
 from multilora_store.storage.changes import Put
 from multilora_store.storage.codec import encode, lazy_from_bytes, nonfinite
 from multilora_store.storage.contents import MODEL_FILE, RECORD_FILE, Contents, encoded_contents, original_contents
@@ -131,6 +131,9 @@ def plan_directory(state: State | None, name: str, contents: Contents) -> tuple[
 def upload(blobs: Blobs, directory: str, contents: Contents) -> None:
     """Writes the files of a version, the record last, the two others side by side."""
     files = contents.files()
+    if isinstance(blobs, BatchingBlobs):
+        blobs.write_many([(f"{directory}/{file}", parts) for file, parts in files.items()])
+        return
     record = files.pop(RECORD_FILE)
     with ThreadPoolExecutor(len(files)) as pool:
         for done in [pool.submit(blobs.write, f"{directory}/{file}", parts) for file, parts in files.items()]:

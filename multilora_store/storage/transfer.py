@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from multilora_store.adapter import storage_name
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, StorageError
-from multilora_store.storage.blobs import Blobs, Buffer, CopyingBlobs
+from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer, CopyingBlobs
 from multilora_store.storage.changes import check_snapshot_file
 from multilora_store.storage.checks import check_config, check_model
 from multilora_store.storage.codec import read_header
@@ -48,6 +49,16 @@ def bound_directory(state: State, version: Version) -> str:
         if directory not in state.purged:
             return directory
         generation += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One file to write: its key and size in the target, what gives its checked bytes, its key in the source."""
+
+    key: str
+    size: int
+    content: Callable[[], Buffer]
+    origin: str = ""
 
 
 class Transfer:
@@ -136,11 +147,13 @@ class Transfer:
             _check_model_bytes(found, record, f"{where}/{MODEL_FILE}")
             return found
 
+        origin = f"{version.directory}/{MODEL_FILE}"
         with self._room.taken(record.model_size):
-            origin = f"{version.directory}/{MODEL_FILE}"
-            self._send(f"{directory}/{MODEL_FILE}", record.model_size, model, origin)
-        self._send(f"{directory}/{CONFIG_FILE}", record.config_size, config)
-        self._send(f"{directory}/{RECORD_FILE}", len(data), lambda: data)
+            self._send(
+                _Item(f"{directory}/{MODEL_FILE}", record.model_size, model, origin),
+                _Item(f"{directory}/{CONFIG_FILE}", record.config_size, config),
+                _Item(f"{directory}/{RECORD_FILE}", len(data), lambda: data),
+            )
 
     def _snapshot_file(self, snapshot: Snapshot, path: str) -> None:
         record = snapshot.files[path]
@@ -157,35 +170,45 @@ class Transfer:
 
         with self._room.taken(record.size):
             key = f"{snapshot.directory}/{path}"
-            self._send(key, record.size, content, key)
+            self._send(_Item(key, record.size, content, key))
 
-    def _send(self, key: str, size: int, content: Callable[[], Buffer], origin: str = "") -> None:
-        """Writes one file, unless a killed transfer has: its name is bound to its bytes, its size says it is whole.
+    def _send(self, *items: _Item) -> None:
+        """Writes files, but those that a killed transfer has written and those that the service copies by itself.
 
-        Where both storages are one service, that copies what lies at `origin`, and the size is compared; whoever
-        reads it first compares the rest, as always.
+        A name is bound to its bytes, so a file of the right size is whole. What the service has copied is compared
+        by whoever reads it first, as always.
         """
-        if self.present.get(key) == size:
-            with self._lock:
-                self.resumed += 1
-        elif not (origin and self._copied(origin, key, size)):
-            data = content()
-            self._pace.wait(size)
-            self.target.write(key, data)
-        self._meter.add(size)
+        left = [item for item in items if not self._there(item) and not self._copied(item)]
+        if len(left) > 1 and isinstance(self.target, BatchingBlobs):
+            batch = [(item.key, item.content()) for item in left]
+            self._pace.wait(sum(item.size for item in left))
+            self.target.write_many(batch)
+            left = []
+        for item in items:
+            if item in left:
+                data = item.content()
+                self._pace.wait(item.size)
+                self.target.write(item.key, data)
+            self._meter.add(item.size)
 
-    def _copied(self, origin: str, key: str, size: int) -> bool:
-        """Whether the service has copied the file by itself, whole."""
-        if not isinstance(self.target, CopyingBlobs) or not self._copies:
+    def _there(self, item: _Item) -> bool:
+        there = self.present.get(item.key) == item.size
+        with self._lock:
+            self.resumed += there
+        return there
+
+    def _copied(self, item: _Item) -> bool:
+        """Whether both storages are one service, which has copied the file whole."""
+        if not item.origin or not self._copies or not isinstance(self.target, CopyingBlobs):
             return False
         try:
-            self._copies = self.target.copy_from(self.source, origin, key)
-            found = self.target.stat(key) if self._copies else None
+            self._copies = self.target.copy_from(self.source, item.origin, item.key)
+            found = self.target.stat(item.key) if self._copies else None
         except StorageError as error:
             log.info("sending through this machine what the service does not copy: %s", error.what)
             self._copies = False
             return False
-        return found is not None and found.size == size
+        return found is not None and found.size == item.size
 
     def _read(self, directory: str, file: str, subject: str) -> bytes:
         data = self.source.read(f"{directory}/{file}")

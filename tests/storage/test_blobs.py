@@ -62,6 +62,27 @@ class TestLocal(BlobsSuite):
         blobs.write("a/b/c", b"x")
         assert blobs.read("a/b/c") is None
 
+    def test_files_that_count_together_are_all_there_or_none_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Filled first, flushed then, named last, in the given order; a failure on the way leaves nothing."""
+        blobs = LocalBlobs(tmp_path / "root")
+        steps: list[str] = []
+        fsync, replace = os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", lambda fd: (steps.append("flush"), fsync(fd)))
+        monkeypatch.setattr(os, "replace", lambda a, b: (steps.append(f"name {Path(b).name}"), replace(a, b)))
+        blobs.write_many([("a/b/model", b"m" * 100), ("a/b/config", [b"c", b"d"]), ("a/b/record", b"")])
+        assert steps == [*["flush"] * 3, "name model", "name config", "name record", *["flush"] * 4]
+        assert (blobs.read("a/b/model"), blobs.read("a/b/config"), blobs.read("a/b/record")) == (b"m" * 100, b"cd", b"")
+
+        def full(fd: int) -> None:
+            raise OSError(errno.ENOSPC, "no space left")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StorageFullError):
+            blobs.write_many([("a/c/model", b"m"), ("a/c/config", b"c")])
+        assert list((tmp_path / "root/a/c").iterdir()) == []
+
     def test_nothing_but_the_files_is_left(self, tmp_path: Path) -> None:
         blobs = LocalBlobs(tmp_path / "root")
         blobs.write("a/b", b"x")
