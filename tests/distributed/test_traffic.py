@@ -72,6 +72,33 @@ def count_bytes(granularity: str, count: int, root: str) -> dict[str, Any]:
     }
 
 
+def unsharded_nbytes() -> dict[str, dict[str, int]]:
+    """Granularity -> adapter -> bytes that lie whole on this rank once a forward has kept what it gathered."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from multilora_store.assembly.bridge import adapter_parameters
+    from multilora_store.distributed import shard
+
+    found: dict[str, dict[str, int]] = {}
+    for granularity in ("adapter", "layer"):
+        model = shard(toys.build(many(4), active=["m0"]), granularity=granularity, reshard_after_forward=False)
+        with torch.no_grad():
+            model(toys.tokens(dist.get_rank()))
+        found[granularity] = {
+            name: sum(p.nbytes for p in adapter_parameters(model, name).values() if not isinstance(p, DTensor))
+            for name in many(4)
+        }
+    return found
+
+
+def test_an_inactive_adapter_takes_no_memory_unsharded() -> None:
+    for each in results(unsharded_nbytes, 2):
+        assert each["adapter"]["m0"] == each["layer"]["m0"] > 0
+        assert [each["adapter"][f"m{i}"] for i in (1, 2, 3)] == [0, 0, 0]
+        assert [each["layer"][f"m{i}"] for i in (1, 2, 3)] == [each["layer"]["m0"]] * 3, "what a unit a block costs"
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_inactive_adapter_does_not_travel_and_the_plan_says_the_bytes(world: int, tmp_path: Path) -> None:
     from multilora_store.distributed import plan
