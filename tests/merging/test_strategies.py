@@ -229,6 +229,29 @@ def test_iso_makes_the_directions_weigh_the_same() -> None:
     assert int((torch.linalg.svdvals(twice.dense()[0]) > 1e-9).sum()) == 3
 
 
+@pytest.mark.parametrize("common", [0.8, 0.5, 0.01])
+@pytest.mark.parametrize("ranks", [(12, 12, 12), (3, 3, 4)], ids=["full", "low"])
+def test_iso_makes_room_for_what_each_adapter_has_of_its_own(common: float, ranks: tuple[int, ...]) -> None:
+    """Algorithm 2 of arXiv 2502.04959 on dense matrices, whose full rank is here the rank that the adapters span."""
+    deltas, weights = [low_rank(seed, rank=rank) for seed, rank in enumerate(ranks)], [0.7, -0.3, 0.5]
+    dense = [weight * delta.dense()[0] for weight, delta in zip(weights, deltas, strict=True)]
+    size = min(sum(ranks), *deltas[0].shape)
+    own = min(size // 3, round((size - int(size * common)) / 3))
+    u, s, vh = torch.linalg.svd(torch.stack(dense).sum(dim=0), full_matrices=False)
+    shared = u[:, : size - 3 * own]
+    lefts, sizes, rights = [shared], [s[: size - 3 * own]], [vh[: size - 3 * own]]
+    for matrix in dense:
+        left, values, right = torch.linalg.svd(matrix - shared @ shared.T @ matrix, full_matrices=False)
+        kept = values[:own] > 1e-9
+        lefts.append(left[:, :own][:, kept])
+        sizes.append(values[:own][kept])
+        rights.append(right[:own][kept])
+    assert own > 0
+    expected = torch.cat(sizes).mean() * polar(torch.cat(lefts, dim=1)) @ polar(torch.cat(rights))
+    merged = spectral.iso(deltas, weights, common=common)
+    torch.testing.assert_close(merged.dense()[0], expected)
+
+
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multilora_store.merging.blocks import Block
-from multilora_store.merging.lowrank import LowRank
+from multilora_store.merging.lowrank import Decomposition, LowRank
 from multilora_store.merging.strategies.elements import Election, elected_mean, trimmed
 from multilora_store.merging.strategy import BETWEEN_0_AND_1, Interval, strategy
 
@@ -103,20 +103,41 @@ def tsv(deltas: Sequence[LowRank], weights: Sequence[float], *, keep: float = 1.
 
 
 @strategy(
-    citation="Marczak et al., No Task Left Behind: Isotropic Model Merging (arXiv 2502.04959), Iso-C",
-    neutral={"isotropy": 0.0, "scale": 1.0},
-    limits={"isotropy": Interval(low=0.0, high=1.0)},
+    citation="Marczak et al., No Task Left Behind: Isotropic Model Merging (arXiv 2502.04959), Iso-C and Iso-CTS",
+    neutral={"isotropy": 0.0, "common": 1.0, "scale": 1.0},
+    limits={"isotropy": Interval(low=0.0, high=1.0), "common": BETWEEN_0_AND_1},
 )
-def iso(deltas: Sequence[LowRank], weights: Sequence[float], *, isotropy: float = 1.0, scale: float = 1.0) -> LowRank:
+def iso(
+    deltas: Sequence[LowRank],
+    weights: Sequence[float],
+    *,
+    isotropy: float = 1.0,
+    common: float = 1.0,
+    scale: float = 1.0,
+) -> LowRank:
     """The weighted sum with its singular values drawn to their mean: no task's direction outweighs another's.
 
-    `isotropy` 1 is the paper's Iso-C, 0 the plain sum. The mean is over the directions that the adapters span.
+    `common` is the fraction of the sum's directions that stay, the strongest ones; the others give way to the strongest
+    directions of each adapter beside them. 1 is the paper's Iso-C, 0.8 its Iso-CTS. `isotropy` 1 is the paper's, 0
+    keeps the singular values. The mean is over the directions that the adapters span.
     """
-    parts = LowRank.total(deltas, weights).svd()
-    content = parts.s > _TINY * parts.s[:, :1]
-    mean = (parts.s * content).sum(dim=1, keepdim=True) / content.sum(dim=1, keepdim=True).clamp(min=1)
-    values = torch.where(content, parts.s + isotropy * (mean - parts.s), 0.0) * scale
-    return LowRank(parts.u * values[:, None, :], parts.vh)
+    whole = LowRank.total(deltas, weights).svd()
+    size = whole.s.shape[1]
+    own = min(size // len(deltas), round((size - int(size * common)) / len(deltas)))
+    shared = size - own * len(deltas)
+    left = whole.u[:, :, :shared]
+    parts = [Decomposition(left, whole.s[:, :shared], whole.vh[:, :shared])]
+    for delta, weight in zip(deltas, weights, strict=True) if own else ():
+        beside = LowRank(delta.up - left @ (left.mT @ delta.up), delta.down * weight).svd()
+        parts.append(Decomposition(beside.u[:, :, :own], beside.s[:, :own], beside.vh[:, :own]))
+    sizes = torch.cat([part.s for part in parts], dim=1)
+    content = sizes > _TINY * whole.s[:, :1]
+    u = torch.cat([part.u for part in parts], dim=2) * content[:, None, :]
+    vh = torch.cat([part.vh for part in parts], dim=1) * content[:, :, None]
+    if own:
+        u, vh = _orthogonal(u), _orthogonal(vh)
+    mean = (sizes * content).sum(dim=1, keepdim=True) / content.sum(dim=1, keepdim=True).clamp(min=1)
+    return LowRank(u * ((sizes + isotropy * (mean - sizes)) * scale)[:, None, :], vh)
 
 
 def _common_basis(factors: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
