@@ -110,10 +110,29 @@ class History:
         """The state now, folded from the first entry without a checkpoint: the whole history is checked."""
         return self._walk(self._genesis(), _ALL if self.marker.single_writer else _BATCH)
 
+    def listed(self) -> list[tuple[int, str]]:
+        """Number and key of every entry that a listing shows, in no order."""
+        found = [(parse_journal_key(info.key), info.key) for info in self.blobs.list("journal/")]
+        return [(name.seq, key) for name, key in found if name and not name.checkpoint]
+
     def stray_entries(self, seq: int) -> list[str]:
         """Keys of entries that are numbered after `seq`, as a listing shows them."""
-        listed = [(info.key, parse_journal_key(info.key)) for info in self.blobs.list("journal/")]
-        return sorted(key for key, found in listed if found and not found.checkpoint and found.seq > seq)
+        return sorted(key for number, key in self.listed() if number > seq)
+
+    def raw(self, last: int) -> list[bytes | None]:
+        """The bytes of entries 1 to `last`, whatever they are; None where there are none."""
+        keys = [entry_key(seq) for seq in range(1, last + 1)]
+        return [data for at in range(0, last, _BATCH) for data in self._read_all(keys[at : at + _BATCH])]
+
+    def hinted(self) -> tuple[int, str] | None:
+        """Number and digest of the entry that the hint names, which need not be true."""
+        hint = self._read_hint()
+        return None if hint is None else (hint.seq, hint.digest)
+
+    def forget(self) -> None:
+        """Forgets what was read: the files under it have been mended."""
+        self._state = None
+        self._seen.clear()
 
     def entries(self, first: int = 1, last: int | None = None) -> list[Entry]:
         """Entries `first` to `last` (to the end if None), in order and unchecked against each other."""

@@ -1,4 +1,4 @@
-"""repair: damaged versions moved aside or mended from another store, snapshots' files too, hints made anew.
+"""repair: damaged versions moved aside or mended from another store, snapshots' files and entries too, hints made anew.
 
 The damaged bytes are kept under `quarantine/`, for whoever wants to know what happened. A version whose very
 bytes another store holds is mended where it lies; one whose content another store holds in other bytes is put
@@ -16,9 +16,11 @@ from multilora_store.errors import StoreError
 from multilora_store.storage.arguments import of_type
 from multilora_store.storage.changes import Change, Delete, check_directory
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE
+from multilora_store.storage.journal_repair import EntriesPlan, plan_entries, restore_entries
 from multilora_store.storage.progress import Listener
 from multilora_store.storage.state import Snapshot, State, Version
 from multilora_store.storage.transfer import Transfer, bound_directory
+from multilora_store.storage.verify import check_journal
 from multilora_store.storage.view import StoreView
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class RepairPlan:
         renew: By folder, the version of the other store with the same content in other bytes.
         aside: Versions that nobody holds, to be deleted.
         files: Files of snapshots, (snapshot, path), that the other store holds.
+        entries: Numbers of journal entries that a copy of this store holds, and whose place there is proved.
         left: What stays damaged, and why.
     """
 
@@ -48,6 +51,7 @@ class RepairPlan:
     aside: tuple[Version, ...]
     files: tuple[tuple[Snapshot, str], ...]
     left: tuple[str, ...]
+    entries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,8 @@ class RepairReport:
             "findings": [finding.to_json() for finding in self.findings], "mended": sorted(plan.mend),
             "renewed": sorted(plan.renew), "deleted": [str(version) for version in plan.aside],
             "snapshot_files": [f"{snapshot.directory}/{path}" for snapshot, path in plan.files],
-            "left": list(plan.left), "quarantined": list(self.quarantined), "seq": self.seq, "dry_run": self.dry_run,
+            "entries": list(plan.entries), "left": list(plan.left),
+            "quarantined": list(self.quarantined), "seq": self.seq, "dry_run": self.dry_run,
         }  # fmt: skip
 
 
@@ -108,23 +113,39 @@ def repair(
     """
     if from_ is not None:
         of_type(from_, StoreView, "from_", "a store, as open_store(...) returns it")
-    findings = store.verify(deep=deep, threads=threads, progress=progress).findings
+    journal = check_journal(store)
+    history = plan_entries(store, from_) if journal and from_ is not None else EntriesPlan()
+    quarantined = () if dry_run else tuple(restore_entries(store, history))
+    if journal and (dry_run or not history.entries):
+        return _journal_alone(journal, history, dry_run)
+    findings = (*journal, *store.verify(deep=deep, threads=threads, progress=progress).findings)
     state = store.state()
-    plan = plan_repair(state, findings, None if from_ is None else from_.state())
+    plan = plan_repair(state, findings[len(journal) :], None if from_ is None else from_.state())
+    plan = replace(plan, entries=tuple(history.entries), left=(*plan.left, *filter(None, [history.left])))
     if dry_run:
         return RepairReport(findings=findings, plan=plan, dry_run=True)
-    quarantined = _quarantine(store, plan)
+    quarantined += _quarantine(store, plan)
     if from_ is not None:
         placed = {bound_directory(state, version): version for version in plan.renew.values()}
         Transfer(from_.blobs, store.blobs, jobs=threads, progress=progress).run({**plan.mend, **placed})
         for snapshot, path in plan.files:
             store.blobs.write(f"{snapshot.directory}/{path}", from_.read_snapshot_file(snapshot, path))
     done = store.journal.commit(lambda newest: _changes(newest, plan))
-    if not any(finding.kind == "journal" for finding in findings):
+    if not any(finding.kind == "journal" for finding in findings[len(journal) :]):
         store.journal.rebuild_hints()
     return RepairReport(
         findings=findings, plan=plan, quarantined=quarantined, seq=None if done.entry is None else done.entry.seq
     )
+
+
+def _journal_alone(journal: Sequence[Finding], history: EntriesPlan, dry_run: bool) -> RepairReport:
+    """Nothing can be said of versions, and nothing be committed, while the history itself is damaged."""
+    left = [f"{finding.subject}: {finding.message}" for finding in journal] if not history.entries else []
+    plan = RepairPlan(
+        mend={}, renew={}, aside=(), files=(), entries=tuple(history.entries),
+        left=(*left, *filter(None, [history.left])),
+    )  # fmt: skip
+    return RepairReport(findings=tuple(journal), plan=plan, dry_run=dry_run)
 
 
 def plan_repair(state: State, findings: Sequence[Finding], other: State | None) -> RepairPlan:

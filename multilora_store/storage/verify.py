@@ -23,7 +23,7 @@ from multilora_store.storage.state import Snapshot, Version
 if TYPE_CHECKING:
     from multilora_store.storage.view import StoreView
 
-__all__ = ["Finding", "VerifyReport", "rank_faults", "verify"]
+__all__ = ["Finding", "VerifyReport", "check_journal", "rank_faults", "verify"]
 
 Kind = Literal[
     "journal", "missing", "record", "config", "size", "header", "hash", "shape", "empty", "nonfinite", "storage",
@@ -98,7 +98,13 @@ def verify(
         NotInStoreError: `ref` names nothing.
         StorageError: the storage fails as a whole; a failure at one file is a finding.
     """
-    state = store.state()
+    try:
+        state = store.state()
+    except DamagedError:
+        findings = check_journal(store) if ref is None else []
+        if not findings:
+            raise
+        return VerifyReport(findings=tuple(findings), versions=0, snapshots=0, nbytes=0, deep=deep)
     versions = [store.resolve(ref)] if ref is not None else list(state.live())
     snapshots = [] if ref is not None else list(state.snapshots.values())
 
@@ -110,7 +116,7 @@ def verify(
         meter.add(version.nbytes)
         return found
 
-    findings = [] if ref is not None else list(_check_journal(store))
+    findings = [] if ref is not None else check_journal(store)
     trusted = TrustedKeys.of(trusted_keys) or store.files.trusted
     if trusted is not None:
         findings += [found for version in versions for found in _check_signature(store, version, trusted)]
@@ -125,20 +131,22 @@ def verify(
     )  # fmt: skip
 
 
-def _check_journal(store: StoreView) -> Iterator[Finding]:
-    """The whole history from its first entry, and no entry behind a gap."""
+def check_journal(store: StoreView) -> list[Finding]:
+    """What is wrong with the history: checked whole, from its first entry, and no entry lies behind a gap."""
     try:
         state = store.journal.refold()
         behind = store.journal.stray_entries(state.seq)
     except DamagedError as error:
-        yield Finding(kind="journal", subject="journal", path="journal/", message=_words(error), remedy=error.remedy)
-        return
-    for key in behind:
-        yield Finding(
+        words = _words(error)
+        return [Finding(kind="journal", subject="journal", path="journal/", message=words, remedy=error.remedy)]
+    return [
+        Finding(
             kind="journal", subject="journal", path=key,
             message=f"an entry behind a gap: the journal ends at entry {state.seq}",
             remedy="wait for the replication, or restore the missing entries from a copy of the store",
-        )  # fmt: skip
+        )
+        for key in behind
+    ]  # fmt: skip
 
 
 def _check_signature(store: StoreView, version: Version, trusted: TrustedKeys) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,74 @@ def test_hints_and_checkpoints_are_made_anew(tmp_path: Path) -> None:
     repair(fresh)
     assert checkpoint.read_bytes() == good
     assert open_store(tmp_path / "store").journal.peek() == store.log()[-1]
+
+
+def spoil(root: Path, seq: int, how: str) -> Path:
+    path = root / f"journal/{seq:08d}.json"
+    data = path.read_bytes()
+    match how:
+        case "remove":
+            path.unlink()
+        case "cut":
+            path.write_bytes(data[:40])
+        case "alter":
+            path.write_bytes(data.replace(b'"nbytes":', b'"nbytes":9'))
+    return path
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> tuple[Path, Path]:
+    """A store of five entries, and a copy of its files that knows one more."""
+    store = open_store(tmp_path / "store")
+    for seed in range(5):
+        store.put("a", tensors(seed, layers=1), CONFIG)
+    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    open_store(tmp_path / "copy").put("a", tensors(5, layers=1), CONFIG)
+    return tmp_path / "store", tmp_path / "copy"
+
+
+# Of the last entry only its own bytes tell that something is wrong.
+LOSSES = [(seqs, how) for seqs in [(1,), (3,), (2, 4), (1, 2, 3, 4)] for how in ("remove", "cut", "alter")]
+
+
+@pytest.mark.parametrize(("seqs", "how"), [*LOSSES, ((5,), "cut")])
+def test_entries_come_back_from_a_copy_of_the_store(seqs: tuple[int, ...], how: str, copied: tuple[Path, Path]) -> None:
+    """As far as later entries that both hold, or the hint, name their digests; the damaged bytes are kept."""
+    root, copy = copied
+    whole = open_store(root).state().to_bytes()
+    for seq in seqs:
+        spoil(root, seq, how)
+    store = open_store(root)
+    assert not store.verify().ok
+    assert not repair(store).ok
+    planned = repair(store, from_=open_store(copy), dry_run=True)
+    assert (planned.plan.entries, planned.ok) == (seqs, True)
+    assert not open_store(root).verify().ok
+    report = repair(store, from_=open_store(copy))
+    assert (report.ok, report.plan.entries) == (True, seqs)
+    assert len(report.quarantined) == (0 if how == "remove" else len(seqs))
+    assert open_store(root).verify().ok
+    assert open_store(root).state().to_bytes() == store.state().to_bytes() == whole
+    for seq in range(1, 6):
+        name = f"journal/{seq:08d}.json"
+        assert (root / name).read_bytes() == (copy / name).read_bytes()
+
+
+def test_an_entry_that_nothing_proves_is_left(copied: tuple[Path, Path]) -> None:
+    root, copy = copied
+    spoil(root, 5, "cut")
+    (root / HEAD).unlink()
+    report = repair(open_store(root), from_=open_store(copy))
+    assert report.plan.entries == ()
+    assert "nothing that both hold follows entry 5" in report.plan.left[-1]
+    assert not report.ok
+
+
+def test_a_synced_store_has_entries_of_its_own(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    root, _ = copied
+    sync(root, tmp_path / "synced")
+    spoil(root, 2, "remove")
+    report = repair(open_store(root), from_=open_store(tmp_path / "synced"))
+    assert "history of its own" in report.plan.left[-1]
+    assert open_store(tmp_path / "synced").verify().ok
+    assert not open_store(root).verify().ok

@@ -22,6 +22,7 @@ def run(options: RepairOptions, terminal: Terminal) -> Outcome:
     found = report.to_json()
     view = [finding_line(finding) for finding in report.findings] or [f"{store.url}: nothing to repair"]
     would = "would be " if report.dry_run else ""
+    view += [f"entry {seq} of the journal {would}restored" for seq in found["entries"]]
     view += [f"{would}mended: {name}" for name in (*found["mended"], *found["renewed"])]
     view += [f"{would}set aside: {name}" for name in found["deleted"]]
     if not report.ok:
