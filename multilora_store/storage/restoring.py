@@ -37,13 +37,14 @@ def restore_state(
     exact: bool = False,
     dry_run: bool = False,
 ) -> RestoreReport:
-    """Makes the past state the present one: latest versions, tags and snapshots are what they were.
+    """Makes the past state the present one: latest versions, tags and snapshots are there again as they were.
 
     Args:
         store: The store.
         to: The number of an entry, a moment, or a state of this store.
         adapters: Patterns of the adapters to bring back; snapshots go along with the whole store only.
-        exact: Also removes what came later; without it, later versions, adapters and snapshots stay.
+        exact: Also removes what came later; without it nothing is removed: later versions, tags, adapters and
+            snapshots stay.
         dry_run: Only plans.
 
     Raises:
@@ -93,7 +94,7 @@ def plan_restore(
         then, now = past.adapters.get(name, AdapterState()), state.adapters.get(name, AdapterState())
         puts.extend(_puts(state, then, now, where))
         tags += [Tag(name=name, tag=t, id=i) for t, i in sorted(then.tags.items()) if now.tags.get(t) != i]
-        if then.versions or exact:
+        if exact:
             tags += [Untag(name=name, tag=t) for t in sorted(now.tags) if t not in then.tags]
         if exact:
             later = (i for i in now.versions if i not in then.versions and (name, i) not in held)

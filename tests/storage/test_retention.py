@@ -144,7 +144,7 @@ def test_a_past_state_is_compared_and_restored_by_a_new_entry(store: Store) -> N
     report = restore_state(store, then.seq)
     assert report.seq == entries + 1
     assert same(store.get("a").tensors, tensors(4))
-    assert store.tags("a") == {}
+    assert store.tags("a") == {"best": then.versions("a")[-1].id}, "what came later stays"
     assert {s.id for s in store.snapshots()} == {"s1", "s2"}
     assert store.names() == ["a", "b", "c"]  # what came later stays
     restore_state(store, then.seq, exact=True)
