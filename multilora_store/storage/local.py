@@ -185,8 +185,8 @@ class LocalBlobs:
                 file.write(part)
             file.flush()
         except BaseException:
-            file.close()
             _remove_quietly(temporary)
+            file.close()  # on a full disk this fails once more
             raise
         return temporary, file, holders
 
