@@ -23,7 +23,17 @@ from typing import Any, Final, TypeVar
 
 from multilora_store.errors import MultiLoRAError, PluginError, choices
 
-__all__ = ["BUILTINS", "ENTRY_POINT_GROUP", "KINDS", "Parameter", "Plugin", "Registry", "default_registry", "plugin"]
+__all__ = [
+    "BUILTINS",
+    "ENTRY_POINT_GROUP",
+    "KINDS",
+    "Parameter",
+    "Plugin",
+    "Registry",
+    "default_registry",
+    "import_file",
+    "plugin",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Callable[..., Any])
@@ -270,7 +280,7 @@ class Registry:
     def _load_dropin(self, file: Path) -> None:
         file = file.resolve()
         if file not in self._dropins:
-            module = _import_file(file)
+            module = import_file(file)
             found = tuple(
                 Plugin(kind=mark[0], name=mark[1], target=value, origin=str(file))
                 for value in vars(module).values()
@@ -294,18 +304,23 @@ class Registry:
             logger.warning("%s is left out: %s", what, error.what)
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
+    """The module that a file is, under a name of its own, so that no other is taken for it.
+
+    Raises:
+        PluginError: it is not there, or fails.
+    """
     name = f"multilora_dropin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise PluginError(f"plugin file {file} is not a Python file that exists")
+        raise PluginError(f"{file} is not a Python file that exists")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise PluginError(f"plugin file {file} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise PluginError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
     return module
 
 

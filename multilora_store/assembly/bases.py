@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import BaseModelError, UsageError
-from multilora_store.plugins import default_registry
+from multilora_store.plugins import default_registry, import_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -226,21 +226,30 @@ def python_base(*, target: str, **parameters: Any) -> nn.Module:
     """The base that a callable of the user returns.
 
     Args:
-        target: `package.module:callable`.
+        target: `package.module:callable`, or `FILE.py:callable`.
         parameters: Passed to it.
 
     Raises:
         UsageError: the target is not spelled so.
         BaseModelError: it cannot be imported, it failed, or it returned something else than a module.
     """
-    module, colon, attribute = target.partition(":")
-    if not colon or not module or not attribute:
-        raise UsageError(f"base target {target!r} is not spelled package.module:callable")
+    module, _, attribute = target.rpartition(":")
+    if not module or not attribute:
+        raise UsageError(
+            f"base target {target!r} is not spelled package.module:callable or FILE.py:callable",
+            remedy="e.g. base.target=my_package.models:build, or base.target=./mine.py:build",
+        )
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+        home = import_file(Path(module).expanduser()) if module.endswith(".py") else importlib.import_module(module)
+        found: Callable[..., Any] = getattr(home, attribute)
         built = found(**parameters)
     except Exception as error:
-        raise BaseModelError(f"base {target}: {type(error).__name__}: {error}") from error
+        unseen = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        raise BaseModelError(
+            f"base {target}: {type(error).__name__}: {error}",
+            why="a console script does not look into the working folder" if unseen else "",
+            remedy=f"name the file, ./{module.replace('.', '/')}.py:{attribute}, or set PYTHONPATH" if unseen else "",
+        ) from error
     if not isinstance(built, nn.Module):
         raise BaseModelError(f"base {target} returned a {type(built).__name__}, not a torch.nn.Module")
     return built

@@ -29,7 +29,7 @@ def build_base(choice: Mapping[str, Any] | None, *, meta: bool = False) -> Any:
     if choice is None:
         raise UsageError(
             "no base model is configured",
-            remedy="choose one: base=hf base.path=/models/llama, or base=python base.target=package.module:callable, "
+            remedy="choose one: base=hf base.path=/models/llama, or base=python base.target=./mine.py:build, "
             "or base=demo, the tiny one of the demo",
         )
     from multilora_store.assembly import build_base as build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,19 @@ def test_code_in_a_folder_does_not_run(llama: Path, tmp_path: Path) -> None:
 
 def test_a_callable() -> None:
     assert isinstance(build_base("python", target="torch.nn:Linear", in_features=2, out_features=3), nn.Linear)
+
+
+def test_a_callable_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A console script does not see the working folder: the error says so, and a file can be named."""
+    (tmp_path / "mine_alone.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(2, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    with pytest.raises(BaseModelError) as caught:
+        build_base("python", target="mine_alone:build")
+    assert caught.value.remedy.startswith("name the file, ./mine_alone.py:build")
+    assert isinstance(build_base("python", target="./mine_alone.py:build"), nn.Linear)
+    with pytest.raises(BaseModelError, match="not a Python file that exists"):
+        build_base("python", target="./nowhere.py:build")
 
 
 @pytest.mark.parametrize(
