@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from multilora_store.cli.argv import CommandLine, parse
 from multilora_store.cli.catalogue import COMMANDS, Command
 from multilora_store.cli.failures import document_of, exit_code, lines_of, wants_traceback, worst
+from multilora_store.cli.outcome import Outcome
 from multilora_store.cli.ranks import first_to_say
 from multilora_store.cli.terminal import Terminal, rank_of_environment
 from multilora_store.errors import UsageError
@@ -115,13 +116,15 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         load_plugins(overrides, line.config_dirs, line.config_name or command.name)
         register(before=line.config_dirs, behind=[conf_folder() / "demo"] if demo else [])
 
-    def job(cfg: Any) -> int:
+    def job(cfg: Any) -> tuple[int, Mapping[str, Any]]:
         known()  # again: the launcher of a sweep may be in another process by now
         try:
-            codes.append(_command(command, cfg, terminal))
+            outcome = _command(command, cfg, terminal)
         except Exception as error:
             codes.append(_report(error, terminal, full=full))
-        return codes[-1]
+            return codes[-1], {}
+        codes.append(outcome.code)
+        return outcome.code, outcome.row
 
     known()
     check_adapter_files(chosen(overrides, "adapters"), line.config_dirs)
@@ -135,22 +138,32 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
         ours = [word for word in quiet if word.partition("=")[0] not in given]
         flags = [*line.flags, *(["--config-name", line.config_name] if line.config_name else [])]
         config = [] if "--hydra-help" in flags else [*demo, *overrides]  # Hydra's own help composes no config of ours
-        codes += through_hydra(
+        returned = through_hydra(
             [*flags, *ours, *config],
             command.name,
             job,
-            failed=lambda error: _report(error, terminal, full=full),
+            failed=lambda error: (_report(error, terminal, full=full), {}),
         )
+    codes += [code for code, _ in returned]
+    if rows := [row for _, row in returned if row]:
+        terminal.show(_side_by_side(rows, worst(codes)))
     return worst(codes)
 
 
-def _command(command: Command, cfg: Any, terminal: Terminal) -> int:
+def _side_by_side(rows: Sequence[Mapping[str, Any]], code: int) -> Outcome:
+    """What the jobs of a sweep came to, wherever its launcher ran them."""
+    from multilora_store.cli.compared import merge_table
+
+    return Outcome(document={"sweep": rows}, view=["", merge_table(rows)], code=code)
+
+
+def _command(command: Command, cfg: Any, terminal: Terminal) -> Outcome:
     from multilora_store.cli.typed import typed
 
     options = typed(command, cfg)
     outcome = command.function()(options, terminal)
     terminal.show(outcome)
-    return outcome.code
+    return outcome
 
 
 def _report(error: BaseException, terminal: Terminal, *, full: bool) -> int:

@@ -45,12 +45,14 @@ class Outcome:
         view: The same for people: tables, and strings that are lines of their own.
         code: 0 done, 3 the command worked and found problems.
         shown: Whether everything has been printed on the way.
+        row: What a sweep puts beside the same of its other jobs when all are done; JSON values, empty for nothing.
     """
 
     document: Mapping[str, Any]
     view: Sequence[Table | str] = field(default=())
     code: int = 0
     shown: bool = False
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 def bytes_in_words(count: int) -> str:

@@ -161,8 +161,9 @@ def test_sweeps_over_lists_groups_and_fields(run: Run, store: str) -> None:
     assert [item["adapters"][-1]["weight"] for item in documents] == [0.1, 0.2, 0.1, 0.2]
     result = run(f"merge -m '+adapters=[a,b]' merge=ties,linear merge.into=ab dry_run=true store={store} output=json")
     assert result.code == 0, result.err
-    strategies = [json.loads(line)["report"]["strategy"] for line in result.out.splitlines()]
-    assert strategies == ["ties", "linear"]
+    *jobs, last = [json.loads(line) for line in result.out.splitlines()]
+    assert [job["report"]["strategy"] for job in jobs] == ["ties", "linear"]
+    assert [row["version"] for row in last["sweep"]] == [None, None]
 
 
 def test_full_errors_on_request(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,9 @@ class ElsewhereLauncher(Launcher):  # type: ignore[misc]  # hydra ships no types
         context, task, config = self.setting
         composed = context.config_loader.load_sweep_config(config, words)
         HydraConfig.instance().set_config(composed)
-        end.send(run_job(task, composed, "hydra.sweep.dir", "hydra.sweep.subdir", context))
+        returned = run_job(task, composed, "hydra.sweep.dir", "hydra.sweep.subdir", context)
+        returned.cfg = None  # joblib and submitit pickle its class by value, which pickle itself does not
+        end.send(returned)
 
 
 @pytest.fixture
@@ -88,3 +90,26 @@ def test_joblib_gives_the_worst_code_and_finds_drop_ins(run: Run, store: str, he
     line = "merge -m '+adapters=[a,b]' merge=strongest,linear merge.into=ab dry_run=true plugins=[../strongest.py]"
     assert run(f"{line} {joblib}").code == 0
     assert list(here.iterdir()) == []
+
+
+def test_a_sweep_of_merges_ends_with_one_table_of_separate_versions(run: Run, store: str) -> None:
+    line = f"merge -m '+adapters=[a,b]' merge=ties,linear merge.into=ab store={store}"
+    result = run(f"{line} adapters.a.weight=0.3,0.7")
+    assert result.code == 0, result.err
+    table = result.out.split("\n\n")[-1].splitlines()
+    assert table[0].split()[:4] == ["merge", "strategy", "params", "weights"]
+    assert [row.split()[1] for row in table[1:]] == ["ties", "ties", "linear", "linear"]
+    assert len({row.split()[0] for row in table[1:]}) == 4
+    stored = run(f"report store={store} output=json pattern=ab").document
+    assert [row["weights"]["a"] for row in stored["merges"]] == [0.3, 0.7, 0.3, 0.7]
+    refused = run(f"{line} merge.if_exists=error")
+    assert (refused.code, "already has an adapter 'ab'" in refused.err) == (1, True)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_table_is_that_of_jobs_in_other_processes_and_of_what_they_stored(run: Run, store: str) -> None:
+    line = f"merge -m '+adapters=[a,b]' merge=svd,linear merge.into=ab store={store} hydra/launcher=elsewhere"
+    rows = run(f"{line} output=json").document["sweep"]
+    assert [row["strategy"] for row in rows] == ["svd", "linear"]
+    assert all(row["seconds"] > 0.0 and row["error"] < 1.0 and row["norm"] > 0.0 for row in rows)
+    assert run(f"report store={store} output=json").document["merges"] == [{**row, "seconds": None} for row in rows]

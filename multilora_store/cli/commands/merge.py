@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from multilora_store.cli.compared import merge_row
 from multilora_store.cli.documents import jsonable, version_document
 from multilora_store.cli.merged import settings_of
 from multilora_store.cli.outcome import Outcome, Table, bytes_in_words
@@ -45,9 +49,17 @@ def run(options: MergeOptions, terminal: Terminal) -> Outcome:
             into=str(choice["into"]),
             dry_run=options.dry_run,
             progress=progress,
-            **settings_of(choice),
+            **{**settings_of(choice), **_of_a_sweep()},
         )
     return _outcome(str(choice["into"]), store.url, weights, result)
+
+
+def _of_a_sweep() -> dict[str, str]:
+    """The jobs of a sweep give one name several versions, unless they were told otherwise."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return {}
+    said = any(word.lstrip("+").startswith("merge.if_exists=") for word in HydraConfig.get().overrides.task)
+    return {} if said else {"if_exists": "version"}
 
 
 def _outcome(into: str, url: str, weights: dict[str, float], result: Any) -> Outcome:
@@ -70,4 +82,6 @@ def _outcome(into: str, url: str, weights: dict[str, float], result: Any) -> Out
     )
     view += [f"note: {note}" for note in report.notes]
     view.append(f"{into} = {result.version.id}" if result.version is not None else "dry run: nothing was written")
-    return Outcome(document=document, view=view)
+    version = result.version.id if result.version is not None else None
+    row = merge_row(into, version, document["recipe"], document["report"], report.seconds)
+    return Outcome(document=document, view=view, row=row)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from multilora_store.cli.compared import merge_table, stored_merge
 from multilora_store.cli.documents import instant
 from multilora_store.cli.outcome import Outcome, Table, bytes_in_words, counted, short
 from multilora_store.cli.schema import ReportOptions
@@ -35,6 +36,7 @@ def run(options: ReportOptions, terminal: Terminal) -> Outcome:
         "adapters": adapters,
         "versions": sum(row["versions"] for row in adapters),
         **sizes,
+        "merges": [row for name in names for row in map(stored_merge, state.versions(name)) if row is not None],
         "snapshots": {"count": len(snapshots), "latest": snapshots[-1].id if snapshots else None},
         "needs": needs.to_json() if needs is not None else None,
     }
@@ -105,6 +107,8 @@ def _view(document: dict[str, Any], snapshots: list[Snapshot]) -> list[Table | s
     if snapshots:
         newest = snapshots[-1]
         view.append(f"{counted(len(snapshots), 'snapshot')}, the newest {newest.id} of {instant(newest.time)}")
+    if document["merges"]:
+        view.append(merge_table(document["merges"]))
     needs = document["needs"]
     if needs is not None:
         setting = needs["setting"] if needs["setting"] is not None else "more than any setting allows"
