@@ -5,8 +5,9 @@ Public names are loaded on first use: importing the package imports neither torc
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from multilora_store.lazy import lazy
 
 if TYPE_CHECKING:
     from multilora_store.adapter import AdapterConfig, Ref
@@ -80,14 +81,13 @@ __all__ = [
     "sync",
 ]
 
+_load = lazy(__name__, _HOMES)
+
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return _load(name)
 
 
 def _version() -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from multilora_store.lazy import lazy
 
 if TYPE_CHECKING:
     from multilora_store.distributed.activation import activate, active, disabled
@@ -50,9 +51,4 @@ __all__ = [
     "shard",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy(__name__, _HOMES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from multilora_store.lazy import lazy
 from multilora_store.storage.changes import FileRecord, SnapshotMember
 from multilora_store.storage.peft_dirs import PeftFolder, export_adapter, import_peft, read_peft_dir
 from multilora_store.storage.puts import StagedPut
@@ -71,9 +71,4 @@ _HOMES = {
     "restore_state": "restoring",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy(__name__, _HOMES)

@@ -5,8 +5,9 @@ Names are loaded on first use: importing this package imports neither torch nor 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from multilora_store.lazy import lazy
 
 if TYPE_CHECKING:
     from multilora_store.testing.adapters import SHAPES, Shape, lora_adapter
@@ -77,12 +78,7 @@ __all__ = [
     "tiny_mixture",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazy(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

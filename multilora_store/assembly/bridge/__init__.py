@@ -7,8 +7,7 @@ substring.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from multilora_store.assembly.bridge.record import AssemblyRecord, Member, Site, inside_name, record
 from multilora_store.assembly.bridge.state import (
@@ -26,13 +25,14 @@ from multilora_store.assembly.bridge.tensors import (
     adapter_parameters,
 )
 from multilora_store.assembly.bridge.unwrap import innermost, peft_model, unwrap, walk
+from multilora_store.lazy import lazy
 
 if TYPE_CHECKING:
     from multilora_store.assembly.fingerprint import base_fingerprint
     from multilora_store.assembly.live import eject_adapter, inject_adapter
 
 # These stand on the steps of an assembly, which stand on this package.
-_HOMES = {"base_fingerprint": "fingerprint", "eject_adapter": "live", "inject_adapter": "live"}
+_HOMES = {"base_fingerprint": ".fingerprint", "eject_adapter": ".live", "inject_adapter": ".live"}
 
 __all__ = [
     "AssemblyRecord",
@@ -59,9 +59,4 @@ __all__ = [
     "walk",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"multilora_store.assembly.{home}"), name)
+__getattr__ = lazy(__name__, _HOMES)
