@@ -15,7 +15,7 @@ from multilora_store.cli.options import options_of
 from multilora_store.cli.schema import SCHEMAS, AdapterEntry
 from multilora_store.errors import MultiLoRAError, choices
 
-__all__ = ["document_of", "exit_code", "lines_of", "wants_traceback", "worst"]
+__all__ = ["document_of", "exit_code", "first_line", "lines_of", "wants_traceback", "worst"]
 
 _SEVERITY: Final = (0, 3, 2, 1)
 
@@ -48,7 +48,7 @@ def lines_of(error: BaseException, command: str = "") -> list[str]:
     if isinstance(error, KeyboardInterrupt):
         return ["interrupted"]
     return [
-        f"{type(error).__name__}: {_first_line(error) or 'no message'}",
+        f"{type(error).__name__}: {first_line(error) or 'no message'}",
         "this is not an error that was foreseen",
         "HYDRA_FULL_ERROR=1 shows where it was raised",
     ]
@@ -91,7 +91,7 @@ def _hydra_lines(error: BaseException, command: str) -> list[str]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     known = [link for link in chain if isinstance(link, (HydraException, OmegaConfBaseException))]
-    first, inner = _first_line(error), _first_line((known or chain)[-1])  # below them a bare KeyError may lie
+    first, inner = first_line(error), first_line((known or chain)[-1])  # below them a bare KeyError may lie
     lines = [first] if inner in first else [first, inner]
     missed = re.search(r"Could not find '([^']*)/([^'/]*)'", first)
     listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
@@ -125,5 +125,6 @@ def _valid_values(inner: str) -> list[str]:
     return ["an adapter is a mapping of fields, e.g. '+adapters={a: {source: a@best}}'"]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of what it says."""
     return str(error).strip().partition("\n")[0]

@@ -12,12 +12,14 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from multilora_store.adapter import source_kind
+from multilora_store.cli.failures import first_line
+from multilora_store.cli.settings import AdapterEntry
 from multilora_store.cli.sources import adapter_of
 from multilora_store.errors import ManifestError, NameNotAllowedError, UsageError, choices
 
 __all__ = ["chosen", "prepare", "quoted"]
 
-_FIELDS: Final = ("source", "store", "if_missing", "config", "active", "trainable", "weight", "dtype")
+_FIELDS: Final = tuple(AdapterEntry.__dataclass_fields__)
 _SPECIAL: Final = "~ # ; ! < > ( ) & | ^ ` = and letters beyond ASCII"
 _LIST_FORM: Final = "+adapters=[a,b]"
 
@@ -57,7 +59,7 @@ def prepare(
     adapters = [override for override in parsed if override.key_or_group == "adapters"]
     _check_choices(adapters)
     if not own_set:
-        _check_touched(words, prepared, adapters)
+        _check_touched(words, parsed)
     return _beside_sweeps(prepared, parsed) if multirun else prepared
 
 
@@ -172,7 +174,7 @@ def _parse(word: str, parser: OverridesParser) -> Override:
         return parser.parse_override(word)
     except HydraException as error:
         raise UsageError(
-            f"override {word!r} cannot be read: {_first_line(error)}", remedy=_remedy(word), override=word
+            f"override {word!r} cannot be read: {first_line(error)}", remedy=_remedy(word), override=word
         ) from error
 
 
@@ -185,10 +187,6 @@ def _remedy(word: str) -> str:
     if value.startswith(("[", "{")):
         return f"quote strings that hold {_SPECIAL} inside: \"{key}=['...']\""
     return f"quote values that hold {_SPECIAL}, for the shell and for Hydra: \"{key}='{value}'\""
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _refuse_sweep(override: Override) -> None:
@@ -236,42 +234,30 @@ def _check_choices(overrides: Sequence[Override]) -> None:
                 )
 
 
-def _check_touched(words: Sequence[str], prepared: Sequence[str], adapters: Sequence[Override]) -> None:
+def _check_touched(words: Sequence[str], parsed: Sequence[Override]) -> None:
     """An override of an adapter's field that was rewritten into a mapping must not bring the adapter in."""
-    chosen_names = {
-        adapter_of(str(item))
-        for override in adapters
-        for option in _alternatives(override)
-        if not isinstance(option, dict)
-        for item in _as_list(option)
-    }
-    chosen_names |= {
-        name
-        for word, override in zip(words, _parsed_mappings(prepared), strict=True)
-        if word.startswith("+") and override is not None
-        for name in override
-    }
-    for word, mapping in zip(words, _parsed_mappings(prepared), strict=True):
-        for name in mapping or ():
-            if not word.startswith("+") and name not in chosen_names:
+    known: set[str] = set()
+    for word, override in zip(words, parsed, strict=True):
+        if override.key_or_group == "adapters" and not override.is_delete():
+            options = [option for option in _alternatives(override) if not isinstance(option, dict)]
+            known |= {adapter_of(str(item)) for option in options for item in _as_list(option)}
+            known |= set(_entries(override)) if word.startswith("+") else set()
+    for word, override in zip(words, parsed, strict=True):
+        for name in () if word.startswith("+") else _entries(override):
+            if name not in known:
                 raise ManifestError(
                     f"override {word!r}: adapter {name!r} is not in the set",
-                    why=f"chosen: {', '.join(sorted(chosen_names)) or 'none'}",
-                    remedy=f"choose it too: '+adapters=[{','.join([*sorted(chosen_names), name])}]'",
+                    why=f"chosen: {', '.join(sorted(known)) or 'none'}",
+                    remedy=f"choose it too: '+adapters=[{','.join([*sorted(known), name])}]'",
                     name=name,
                 )
 
 
-def _parsed_mappings(prepared: Sequence[str]) -> list[list[str] | None]:
-    """The adapters' names in each override that is a mapping of entries, else None."""
-    parser = OverridesParser.create()
-    found: list[list[str] | None] = []
-    for word in prepared:
-        override = parser.parse_override(word)
-        options = [] if override.key_or_group != "adapters" or override.is_delete() else _alternatives(override)
-        names = [str(name) for option in options if isinstance(option, dict) for name in option]
-        found.append(names or None)
-    return found
+def _entries(override: Override) -> list[str]:
+    """The adapters' names in an override that is a mapping of entries."""
+    if override.key_or_group != "adapters" or override.is_delete():
+        return []
+    return [str(name) for option in _alternatives(override) if isinstance(option, dict) for name in option]
 
 
 def _choice_name(item: Any) -> str:
