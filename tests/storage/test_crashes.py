@@ -16,7 +16,7 @@ import torch
 from faulty import FaultyBlobs
 from samples import CONFIG, same, tensors
 
-from multilora_store.errors import MultiLoRAError, NotInStoreError, ProtectedError, StorageError
+from multilora_store.errors import MultiLoRAError, StorageError
 from multilora_store.storage import SnapshotDraft, SnapshotMember, Store, open_store
 from multilora_store.storage import journal as journal_module
 from multilora_store.storage.cache import VersionCache
@@ -150,93 +150,6 @@ def test_every_call_of_every_operation_may_go_wrong(
             break
     else:
         pytest.fail("the operation makes more than 200 calls")
-
-
-class Model:
-    """What a store must say, kept in plain dictionaries."""
-
-    def __init__(self) -> None:
-        self.puts: dict[str, list[int]] = {}
-        self.tags: dict[str, dict[str, int]] = {}
-        self.snapshots: dict[str, dict[str, int]] = {}
-
-    def put(self, name: str, seed: int) -> None:
-        seeds = self.puts.setdefault(name, [])
-        if seed in seeds:
-            seeds.remove(seed)
-        seeds.append(seed)
-
-    def held(self, name: str, seed: int) -> bool:
-        tagged = seed in self.tags.get(name, {}).values()
-        return tagged or any(members.get(name) == seed for members in self.snapshots.values())
-
-
-def _random_step(generator: random.Random, store: Store, model: Model, ids: dict[int, str]) -> None:
-    name = generator.choice(["a", "b/c", "d.e"])
-    live = model.puts.get(name, [])
-    action = generator.choice(["put", "put", "put", "tag", "untag", "delete", "snapshot", "drop", "read"])
-    if action == "put":
-        seed = generator.randrange(6)
-        ids[seed] = store.put(name, tensors(seed, layers=1), CONFIG).id
-        model.put(name, seed)
-    elif action == "tag" and live:
-        seed, tag = generator.choice(live), generator.choice(["best", "last.good"])
-        store.tag(f"{name}@{ids[seed]}", tag)
-        model.tags.setdefault(name, {})[tag] = seed
-    elif action == "untag" and model.tags.get(name):
-        tag = generator.choice(sorted(model.tags[name]))
-        store.untag(name, tag)
-        del model.tags[name][tag]
-    elif action == "delete" and live:
-        seed = generator.choice(live)
-        if model.held(name, seed):
-            with pytest.raises(ProtectedError):
-                store.delete(f"{name}@{ids[seed]}")
-        else:
-            store.delete(f"{name}@{ids[seed]}")
-            live.remove(seed)
-    elif action == "snapshot" and any(model.puts.values()):
-        members = {other: seeds[-1] for other, seeds in model.puts.items() if seeds}
-        identity = store.new_snapshot_id()
-        drafted = {other: SnapshotMember(version=ids[seed]) for other, seed in members.items()}
-        store.commit([], snapshot=SnapshotDraft(id=identity, adapters=drafted))
-        model.snapshots[identity] = members
-    elif action == "drop" and model.snapshots:
-        identity = generator.choice(sorted(model.snapshots))
-        store.drop_snapshot(identity)
-        del model.snapshots[identity]
-    elif action == "read" and not live:
-        with pytest.raises(NotInStoreError):
-            store.get(name)
-
-
-def _compare(store: Store, model: Model, ids: dict[int, str]) -> None:
-    assert store.names() == sorted(name for name, seeds in model.puts.items() if seeds)
-    for name, seeds in model.puts.items():
-        if seeds:
-            assert [version.id for version in store.versions(name)] == [ids[seed] for seed in seeds]
-            assert same(store.get(name).tensors, tensors(seeds[-1], layers=1))
-        assert store.tags(name) == {tag: ids[seed] for tag, seed in model.tags.get(name, {}).items()}
-    found = {s.id: {name: member.version for name, member in s.adapters.items()} for s in store.snapshots()}
-    assert found == {i: {n: ids[seed] for n, seed in members.items()} for i, members in model.snapshots.items()}
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("schedules", [12, pytest.param(500, marks=pytest.mark.long)])
-def test_random_histories_equal_a_model(memory_url: str, tmp_path: Path, schedules: int) -> None:
-    """Writers take turns at random, each with its own stale view; the store equals a dictionary all the while."""
-    for seed in range(schedules):
-        generator = random.Random(seed)
-        url = f"{memory_url}-{seed}" if seed % 4 else str(tmp_path / str(seed))
-        writers = [open_store(url) for _ in range(3)]
-        model, ids = Model(), {}
-        ids[0] = writers[0].put("a", tensors(0, layers=1), CONFIG).id
-        model.put("a", 0)
-        for _ in range(40):
-            _random_step(generator, generator.choice(writers), model, ids)
-        for store in (open_store(url), generator.choice(writers)):
-            _compare(store, model, ids)
-        assert open_store(url).verify().ok
 
 
 def _simulated_writer(store: Store, generator: random.Random, name: str, count: int) -> list[int]:

@@ -18,9 +18,9 @@ def run(options: GcOptions, terminal: Terminal) -> Outcome:
     with terminal.waiting(f"collecting {store.url}"):
         report = store.gc(grace=timedelta(hours=options.grace_hours), dry_run=options.dry_run)
     would = "would be " if report.dry_run else ""
-    view = [f"{folder.path}: {folder.why}" for folder in (*report.purged, *report.freed, *report.kept)]
+    plans = (("purge", report.purged), ("free", report.freed), ("keep", report.kept)) if report.dry_run else ()
     view = [
-        *(view if report.dry_run else []),
+        *(f"{verb} {folder.path}: {folder.why}" for verb, folders in plans for folder in folders),
         f"{len(report.purged)} folders {would}purged; their files stay for {options.grace_hours:g} h",
         f"{len(report.freed)} folders {would}freed, {bytes_in_words(report.nbytes)}",
     ]
