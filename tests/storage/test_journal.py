@@ -22,7 +22,7 @@ from multilora_store.errors import (
     StoreNotFoundError,
 )
 from multilora_store.storage import journal as journal_module
-from multilora_store.storage.blobs import Blobs
+from multilora_store.storage.blobs import Blobs, open_blobs
 from multilora_store.storage.changes import Change, Put, Tag, Untag
 from multilora_store.storage.entries import Entry, checkpoint_key, entry_key
 from multilora_store.storage.fsspec_blobs import FsspecBlobs
@@ -371,34 +371,53 @@ def test_every_call_may_go_wrong(memory_url: str, fault: Any, monkeypatch: pytes
     assert number > 10
 
 
-def _writer(root: Path, number: int, commits: int) -> None:
-    journal = Journal(LocalBlobs(root))
+def _writer(url: str, number: int, commits: int, adapters: str) -> None:
+    journal = Journal(open_blobs(url))
     for count in range(commits):
-        journal.commit(adding(f"w{number}", number * 1000 + count))
+        journal.commit(adding("one" if adapters == "one" else f"w{number}", number * 1000 + count))
 
 
-@pytest.mark.parametrize(("writers", "commits"), [(4, 25), pytest.param(16, 100, marks=pytest.mark.long)])
-def test_racing_processes_make_one_history(tmp_path: Path, writers: int, commits: int) -> None:
-    """Cases 6, 69: every commit of every process is there once, in one line, and nothing else is left."""
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_writer, args=(tmp_path / "s", n, commits)) for n in range(writers)]
+def race(url: str, adapters: str, writers: int, commits: int) -> None:
+    """Processes commit to one adapter, or each to its own: every commit is there once, in one line."""
+    context = multiprocessing.get_context("spawn" if "://" in url else "fork")
+    workers = [context.Process(target=_writer, args=(url, n, commits, adapters)) for n in range(writers)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(280)
+        worker.join(3000)
         assert worker.exitcode == 0
-    journal = Journal(LocalBlobs(tmp_path / "s"))
+    journal = Journal(open_blobs(url))
     entries = journal.entries()
     assert [entry.seq for entry in entries] == list(range(1, writers * commits + 1))
     assert journal.refold() == journal.state()
-    state = journal.state()
-    for number in range(writers):
-        assert len(state.versions(f"w{number}")) == commits
-    left = {path.name for path in (tmp_path / "s").iterdir()}
-    assert left == {"journal", MARKER, HEAD}
-    names = {path.name for path in (tmp_path / "s/journal").iterdir()}
-    wanted = {entry_key(n).partition("/")[2] for n in range(1, writers * commits + 1)}
-    assert {name for name in names if not name.endswith(".state.json")} == wanted
+    made = {put("a", number * 1000 + count).id for number in range(writers) for count in range(commits)}
+    assert {version.id for version in journal.state().live()} == made
+    keys = {info.key for info in journal.blobs.list() if not info.key.endswith(".state.json")}
+    assert keys == {MARKER, HEAD, *(entry_key(n) for n in range(1, writers * commits + 1))}, "nothing else is left"
+
+
+RACES = [
+    pytest.param("many", 4, 25), pytest.param("one", 4, 10),
+    pytest.param("many", 16, 100, marks=pytest.mark.long), pytest.param("one", 16, 100, marks=pytest.mark.long),
+]  # fmt: skip
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("adapters", "writers", "commits"), RACES)
+def test_racing_processes_make_one_history(tmp_path: Path, adapters: str, writers: int, commits: int) -> None:
+    """Cases 6, 69."""
+    race(str(tmp_path / "s"), adapters, writers, commits)
+
+
+@pytest.mark.s3
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("adapters", "writers", "commits"),
+    [pytest.param("one", 3, 10, marks=pytest.mark.slow), *RACES[2:]],
+)
+def test_racing_processes_make_one_history_on_s3(s3_url: str, adapters: str, writers: int, commits: int) -> None:
+    """Cases 6, 69, 114."""
+    race(s3_url, adapters, writers, commits)
 
 
 def test_threads_share_one_journal(blobs: Blobs) -> None:
