@@ -20,7 +20,7 @@ from multilora_store.errors import DamagedError
 from multilora_store.storage.checks import check_file_hashes, check_sizes
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE, VersionRecord
 from multilora_store.storage.failures import translated
-from multilora_store.storage.locations import cache_folder, write_small
+from multilora_store.storage.locations import cache_folder, cache_limit, write_small
 from multilora_store.storage.records import dump, parse, sha256
 
 __all__ = ["VersionCache"]
@@ -35,12 +35,12 @@ class VersionCache:
 
     Args:
         folder: The cache's root; by default this user's.
-        limit: Bytes of copies to keep; the longest unused go first. None: no limit.
+        limit: Bytes of copies to keep; the longest unused go first. By default MULTILORA_CACHE_GB, or 50 GB.
     """
 
     def __init__(self, folder: Path | None = None, *, limit: int | None = None) -> None:
         self._given = folder
-        self.limit = limit
+        self.limit = cache_limit() if limit is None else limit
 
     @property
     def folder(self) -> Path:
@@ -127,8 +127,6 @@ class VersionCache:
 
     def _shrink(self, keep: Path) -> None:
         """Removes the longest unused copies beyond the limit; open files stay readable to who has them open."""
-        if self.limit is None:
-            return
         copies = []
         for folder in (self.folder / "versions").iterdir():
             if folder != keep and not folder.name.startswith("."):

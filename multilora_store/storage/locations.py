@@ -6,9 +6,10 @@ import os
 import secrets
 from pathlib import Path
 
+from multilora_store.errors import UsageError
 from multilora_store.storage.failures import translated
 
-__all__ = ["cache_folder", "write_small"]
+__all__ = ["cache_folder", "cache_limit", "write_small"]
 
 
 def cache_folder() -> Path:
@@ -17,6 +18,24 @@ def cache_folder() -> Path:
     if given:
         return Path(given).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "multilora_store"
+
+
+def cache_limit() -> int:
+    """How many bytes of copies the cache keeps: MULTILORA_CACHE_GB, or 50 GB.
+
+    Raises:
+        UsageError: the variable is not a number of gigabytes.
+    """
+    text = os.environ.get("MULTILORA_CACHE_GB", "50")
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = -1.0
+    if not 0 <= gigabytes < 1e9:
+        raise UsageError(
+            f"MULTILORA_CACHE_GB is {text!r}", remedy="give the gigabytes that the cache may keep, or unset it"
+        )
+    return int(gigabytes * 1e9)
 
 
 def write_small(path: Path, data: bytes) -> None:

@@ -591,6 +591,19 @@ class TestCache:
         assert [path.is_dir() for path in paths] == [False] * 4 + [True] * 2
         assert same(small.get(store.versions("a")[0]).tensors, tensors(0))
 
+    def test_the_bound_is_the_users(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = open_store(memory_url)
+        for number in range(3):
+            store.put("a", tensors(number), CONFIG)
+        size = store.resolve("a").nbytes
+        monkeypatch.setenv("MULTILORA_CACHE_GB", str(size * 1.5 / 1e9))
+        small = open_store(memory_url)
+        paths = [small.path(version) for version in store.versions("a")]
+        assert [path.is_dir() for path in paths] == [False, False, True]
+        monkeypatch.setenv("MULTILORA_CACHE_GB", "much")
+        with pytest.raises(UsageError, match="MULTILORA_CACHE_GB"):
+            open_store(memory_url)
+
     def test_without_a_cache_it_reads_into_memory(self, memory_url: str, cache: Path) -> None:
         store = open_store(memory_url, cache=False)
         store.put("a", tensors(0), CONFIG)
