@@ -157,6 +157,7 @@ def inject(work: Assembly) -> None:
             config=adapter.config,
             spec=adapter.spec,
             version=adapter.version,
+            origin=adapter.origin,
         )
     if work.identity is not None:
         known.base = work.identity

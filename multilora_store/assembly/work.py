@@ -12,6 +12,7 @@ from torch import nn
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly.bridge.inject import Joining
+from multilora_store.assembly.bridge.record import Origin
 from multilora_store.assembly.bridge.tensors import Slot
 from multilora_store.assembly.fingerprint import BaseIdentity
 from multilora_store.manifest import AdapterSpec, Lock, Manifest
@@ -37,6 +38,7 @@ class Adapter:
         slots: Its places on the model, filled in by `cover`.
         version: The stored version (`storage.Version`), None where there is none.
         base: The base it was made for, as far as that is recorded.
+        origin: Of one without a version, what it was made from, where that is known.
         joining: What PEFT is told of it, filled in by `check`.
     """
 
@@ -48,6 +50,7 @@ class Adapter:
     slots: list[Slot] = field(default_factory=list)
     version: Any = None
     base: BaseIdentity = field(default_factory=BaseIdentity)
+    origin: Origin | None = None
     joining: Joining | None = None
 
     @property

@@ -11,6 +11,7 @@ from multilora_store.errors import ManifestError, UsageError
 from multilora_store.manifest import AdapterSpec, Lock, LockEntry
 
 if TYPE_CHECKING:
+    from multilora_store.assembly.bridge import Origin
     from multilora_store.assembly.steps import Adapter, Assembly
     from multilora_store.merging import Merged, MergeSource
     from multilora_store.storage import Store
@@ -57,8 +58,9 @@ class MergeStep:
             work.notes.append(f"not active, so not merged: {', '.join(idle)}")
         settings = {key: value for key, value in settings_of(self.choice).items() if key != _ABOUT_THE_STORE}
         self.weights = {adapter.name: adapter.spec.weight for adapter in active}
+        sources = [_source(adapter) for adapter in active]
         self.result = merge_adapters(
-            [_source(adapter) for adapter in active],
+            sources,
             list(self.weights.values()),
             strategy=str(self.choice["strategy"]),
             registry=work.registry,
@@ -73,7 +75,16 @@ class MergeStep:
         tensors = self.result.tensors
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         base = active[0].base
-        work.adapters = [Adapter(spec=spec, config=self.result.config, tensors=tensors, shapes=shapes, base=base)]
+        work.adapters = [
+            Adapter(
+                spec=spec,
+                config=self.result.config,
+                tensors=tensors,
+                shapes=shapes,
+                base=base,
+                origin=_origin(sources, self.result),
+            )
+        ]
 
     def document(self) -> dict[str, Any]:
         """What was merged and what was lost, as JSON."""
@@ -114,7 +125,23 @@ def _source(adapter: Adapter) -> MergeSource:
 
     source = MergeSource.in_memory(adapter.name, adapter.config, dict(adapter.tensors or {}))
     version = adapter.version
-    return source if version is None else replace(source, version=version.id, base=version.base)
+    if version is None:
+        return source
+    return replace(source, name=f"{version.name}@{version.id}", version=version.id, base=version.base)
+
+
+def _origin(sources: Sequence[MergeSource], merged: Merged) -> Origin:
+    from multilora_store.adapter import content_digest
+    from multilora_store.assembly.bridge import Origin
+    from multilora_store.merging import parents_of
+    from multilora_store.storage.codec import encode
+
+    return Origin(
+        parents=parents_of(sources),
+        recipe=merged.recipe,
+        metadata={"merge_report": merged.report.to_dict()},
+        digest=content_digest(merged.config, encode(merged.tensors).infos.values()),
+    )
 
 
 def sources_of(lock: Lock, store: Store | None) -> tuple[list[MergeSource], list[float]]:

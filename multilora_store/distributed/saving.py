@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from multilora_store.adapter import storage_name
-from multilora_store.assembly.bridge import active_adapters, peft_model, record, trainable_adapters
+from multilora_store.adapter import content_digest, storage_name
+from multilora_store.assembly.bridge import Member, active_adapters, peft_model, record, trainable_adapters
 from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.auditing import checksum
@@ -36,6 +36,7 @@ from multilora_store.storage import (
     Version,
     as_store,
 )
+from multilora_store.storage.codec import encode
 from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
@@ -304,7 +305,7 @@ def _unchanged(
 
 def _adapter_payload(job: _Job, model: nn.Module, adapter: AdapterLayout) -> Payload:
     items = [Item(key, adapter.layouts[key], tensor) for key, tensor in adapter.tensors.items()]
-    parent = record(model).versions.get(adapter.name)
+    member = record(model).member(adapter.name)
     base = record(model).base.to_mapping()
 
     def deliver(whole: Mapping[str, torch.Tensor]) -> StagedPut:
@@ -312,14 +313,26 @@ def _adapter_payload(job: _Job, model: nn.Module, adapter: AdapterLayout) -> Pay
             adapter.name,
             whole,
             adapter.config,
-            parents=[parent] if parent is not None else [],
             base=base,
             step=job.step,
             tags=job.tags,
+            **_descent(member, adapter, whole),
         )
         return replace(staged, source=None)
 
     return Payload(f"adapter/{adapter.name}", items, deliver)
+
+
+def _descent(member: Member, adapter: AdapterLayout, whole: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What the new version says of where it comes from: a recipe only where its content is still what that gives."""
+    if member.version is not None:
+        return {"parents": [member.version]}
+    origin = member.origin
+    if origin is None:
+        return {}
+    if content_digest(adapter.config, encode(whole).infos.values()) != origin.digest:
+        return {"parents": origin.parents}
+    return {"parents": origin.parents, "recipe": origin.recipe, "metadata": origin.metadata}
 
 
 def _optimizer_payload(

@@ -6,7 +6,7 @@ from multilora_store.merging.adapters import Merged, merge_adapters
 from multilora_store.merging.base_merge import BaseMergeReport, export_merged
 from multilora_store.merging.compare import Comparison, compare, diff
 from multilora_store.merging.merge import MergeResult, merge
-from multilora_store.merging.source import MergeSource
+from multilora_store.merging.source import MergeSource, parents_of
 from multilora_store.merging.strategy import Strategy, strategy
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "export_merged",
     "merge",
     "merge_adapters",
+    "parents_of",
     "strategy",
 ]

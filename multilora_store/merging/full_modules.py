@@ -49,15 +49,16 @@ def resolve_rule(rule: str | Mapping[str, str], owners: Mapping[str, Sequence[Ow
     for name, those in owners.items():
         chosen = _rule_for(rule, name)
         by_name = {source.name: source for source, _ in those}
+        by_name = {**{name.partition("@")[0]: source for name, source in by_name.items()}, **by_name}
         if chosen == "refuse":
-            refused.append(f"{name.removeprefix(PREFIX)} (in {', '.join(by_name)})")
+            refused.append(f"{name.removeprefix(PREFIX)} (in {', '.join(source.name for source, _ in those)})")
         elif chosen == "first":
             decided[name] = those[0][0].name
         elif chosen == "mean":
             _check_mean(name, those)
             decided[name] = "mean"
         elif chosen in by_name:
-            decided[name] = chosen
+            decided[name] = by_name[chosen].name
         else:
             raise MergeError(
                 f"modules_to_save: {chosen!r} is no rule for {name.removeprefix(PREFIX)}",

@@ -15,7 +15,7 @@ from multilora_store.merging.module_merge import Truncation
 from multilora_store.merging.plan import check_weights
 from multilora_store.merging.readback import check_reads_back
 from multilora_store.merging.report import MergeReport
-from multilora_store.merging.source import MergeSource
+from multilora_store.merging.source import MergeSource, parents_of
 from multilora_store.merging.strategy import Strategy
 from multilora_store.plugins import Registry
 from multilora_store.storage.progress import Listener
@@ -119,13 +119,12 @@ def _check_into(store: Store, into: str, if_exists: str) -> None:
 
 
 def _write(store: Store, into: str, sources: Sequence[MergeSource], merged: Merged) -> Version:
-    parents = tuple(sorted({f"{source.name.partition('@')[0]}@{source.version}" for source in sources}))
     known = {version.id for version in store.versions(into)} if into in store.names() else set()
     version = store.put(
         into,
         merged.tensors,
         merged.config,
-        parents=parents,
+        parents=parents_of(sources),
         recipe=dict(merged.recipe),
         metadata={"merge_report": merged.report.to_dict()},
         base=next((source.base for source in sources if source.base), None),

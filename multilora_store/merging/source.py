@@ -16,7 +16,7 @@ from multilora_store.storage.codec import encode
 if TYPE_CHECKING:
     from multilora_store.storage import StoredAdapter
 
-__all__ = ["DTYPES", "MergeSource", "canonical_order"]
+__all__ = ["DTYPES", "MergeSource", "canonical_order", "parents_of"]
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -93,6 +93,12 @@ class MergeSource:
         """
         shapes = {name: info.shape for name, info in self.infos.items()}
         return parse_layout(self.config, shapes, where=f"adapter {self.name!r}")
+
+
+def parents_of(sources: Sequence[MergeSource]) -> tuple[str, ...]:
+    """The stored versions among the sources, as the parents of what is made of them."""
+    versions = {f"{source.name.partition('@')[0]}@{source.version}" for source in sources if source.version}
+    return tuple(sorted(versions))
 
 
 def canonical_order(sources: Sequence[MergeSource], weights: Sequence[float]) -> list[tuple[MergeSource, float]]:

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 from multilora_store import open_store
 from multilora_store.assembly import assemble
 from multilora_store.assembly.bases import demo_base
+from multilora_store.assembly.bridge import adapter_parameters
+from multilora_store.cli.merged import MergeStep
+from multilora_store.distributed import save
 
 Run = Callable[[str], Any]
 SET = "'+adapters=[a,b]' adapters.a.weight=0.7 adapters.b.weight=0.3"
@@ -44,6 +47,30 @@ def test_a_merged_set_is_said_and_saved(run: Run, store: str) -> None:
     assert "ac is a (1), team/zh (1), merged by linear" in result.out
     assert list(open_store(store).snapshot().adapters) == ["ac"]
     assert run("assemble '+adapters=[a,b]' merge=linear merge.into=ab").code == 0  # the demo too
+
+
+def test_a_merge_saved_from_the_model_is_told_as_one_in_the_store(run: Run, store: str) -> None:
+    choice = "merge=dare_linear merge.into=ab merge.seed=3"
+    assert run(f"assemble {SET} {choice} save=true store={store} base=demo").code == 0
+    saved = open_store(store).get("ab").version
+    assert run(f"merge {SET} merge.if_exists=version {choice} store={store}").code == 0
+    merged = open_store(store).get("ab").version
+    assert saved.id == merged.id  # the same content
+    assert saved.seq < merged.seq
+    assert (saved.parents, saved.recipe) == (merged.parents, merged.recipe)
+    assert saved.metadata["merge_report"] == merged.metadata["merge_report"]
+
+
+def test_what_was_trained_after_the_merge_claims_no_recipe(run: Run, store: str) -> None:
+    choice = {"strategy": "linear", "into": "ab"}
+    opened = open_store(store)
+    model = assemble(demo_base(), {"a": "a", "b": "b"}, store=opened, steps={"after:read": MergeStep(choice=choice)})
+    for parameter in adapter_parameters(model, "ab").values():
+        parameter.data.mul_(2.0)
+    save(model, opened)
+    version = opened.get("ab").version
+    parents = sorted(f"{name}@{opened.get(name).version.id}" for name in ("a", "b"))
+    assert (version.recipe, sorted(version.parents)) == (None, parents)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -373,7 +374,9 @@ def test_modules_trained_in_full_need_a_rule(make_adapter: Make) -> None:
     assert merged("first", (1, 0)) == (5.0, 7.0)
     assert merged("mean") == merged("mean", (1, 0)) == (4.0, 7.0)
     assert merged({"lm_head": "b", "emb": "first"}) == (5.0, 7.0)
-    with pytest.raises(MergeError, match=r"emb\.weight \(in b\)"):
+    b = replace(b, name="b@v0123456789abcdef")  # as a reference from the command line
+    assert merged({"lm_head": "b", "emb": b.name}) == (5.0, 7.0)
+    with pytest.raises(MergeError, match=r"emb\.weight \(in b@v0123456789abcdef\)"):
         merge_adapters([a, b], [0.25, 0.75], modules_to_save={"lm_head": "mean"})
     with pytest.raises(MergeError, match=r"'average' is no rule for emb\.weight"):
         merge_adapters([a, b], [0.25, 0.75], modules_to_save="average")

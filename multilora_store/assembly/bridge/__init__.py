@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from multilora_store.assembly.bridge.record import AssemblyRecord, Member, Site, inside_name, record
+from multilora_store.assembly.bridge.record import AssemblyRecord, Member, Origin, Site, inside_name, record
 from multilora_store.assembly.bridge.state import (
     active_adapters,
     check_active,
@@ -37,6 +37,7 @@ _HOMES = {"base_fingerprint": ".fingerprint", "eject_adapter": ".live", "inject_
 __all__ = [
     "AssemblyRecord",
     "Member",
+    "Origin",
     "Site",
     "active_adapters",
     "adapter_buffers",

@@ -21,7 +21,7 @@ from multilora_store.manifest import AdapterSpec
 if TYPE_CHECKING:
     from multilora_store.assembly.fingerprint import BaseIdentity
 
-__all__ = ["AssemblyRecord", "Member", "Site", "carrier", "inside_name", "record", "rescan"]
+__all__ = ["AssemblyRecord", "Member", "Origin", "Site", "carrier", "inside_name", "record", "rescan"]
 
 _ATTRIBUTE: Final = "_multilora_record"
 _carriers: WeakKeyDictionary[nn.Module, ReferenceType[PeftModel]] = WeakKeyDictionary()  # by the base inside
@@ -53,6 +53,23 @@ class Site:
     containers: tuple[tuple[str, Any], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What an adapter that is no stored version yet was made from.
+
+    Attributes:
+        parents: The versions (`name@version`).
+        recipe: All that determines its content.
+        metadata: What else is to stand beside it.
+        digest: SHA-256 of the content that the recipe gives: of trained values it says nothing.
+    """
+
+    parents: tuple[str, ...]
+    recipe: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    digest: str
+
+
 @dataclass(slots=True, kw_only=True)
 class Member:
     """One adapter of the set.
@@ -63,6 +80,7 @@ class Member:
         config: Its configuration, as stored.
         spec: Its entry in the manifest, None if it came another way.
         version: The stored version it was loaded from (`storage.Version`), None if there is none.
+        origin: Of one without a version, what it was made from, where that is known.
     """
 
     name: str
@@ -70,6 +88,7 @@ class Member:
     config: AdapterConfig
     spec: AdapterSpec | None = None
     version: Any = None
+    origin: Origin | None = None
 
 
 @dataclass(slots=True, kw_only=True)
