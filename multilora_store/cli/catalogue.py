@@ -89,6 +89,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
         examples=(
             "export a@best ./out",
             "export 'team/*' s3://bucket/adapters",
+            "export a@best ./served exporter=vllm exporter.params.max_rank=16",
             "export a@best ./merged kind=merged base=hf base.path=/models/llama",
             "export '+adapters=[a,b]' kind=merged target=./merged base=hf base.path=/models/llama",
         ),

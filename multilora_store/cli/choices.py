@@ -22,7 +22,7 @@ from multilora_store.plugins import Parameter, Plugin, Registry, default_registr
 __all__ = ["GROUPS", "PluginChoices", "node", "parameters_of"]
 
 GROUPS: Final[Mapping[str, str]] = MappingProxyType(
-    {"merge": "merge_strategy", "assembler": "assembler", "base": "base_provider"}
+    {"merge": "merge_strategy", "assembler": "assembler", "base": "base_provider", "exporter": "exporter"}
 )
 """Hydra group -> kind of plugin that fills it."""
 
@@ -65,7 +65,7 @@ def node(plugin: Plugin) -> Any:
         )
     parameters = make_dataclass(f"{title}Parameters", own)
     params = ("params", parameters, field(default_factory=parameters))
-    if plugin.kind == "assembler":
+    if plugin.kind in ("assembler", "exporter"):
         head: list[tuple[str, Any, Any]] = [("name", str, field(default=plugin.name))]
     else:
         kinds = get_type_hints(MergeChoice)

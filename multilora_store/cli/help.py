@@ -82,7 +82,7 @@ def _options(options: list[Option]) -> list[str]:
 def _choices(command: Command, registry: Registry, folders: tuple[Path, ...]) -> dict[str, list[str]]:
     """Every group of the command with its choices: files of the user and of ours, and plugins by name."""
     found: dict[str, list[str]] = {}
-    for group in ("base", "shard", "assembler", "merge", "store", "adapters"):
+    for group in ("base", "shard", "assembler", "merge", "exporter", "store", "adapters"):
         if group not in command.schema.__dataclass_fields__:
             continue
         files = {file.stem for folder in (*folders, conf_folder()) for file in (folder / group).glob("*.yaml")}

@@ -66,8 +66,8 @@ class ExportOptions(Common):
     kind: str = option("adapter", "adapter; or merged: base and adapters as one plain Hugging Face folder")
     adapters: dict[str, AdapterEntry] = option({}, "with kind=merged, several adapters instead of `ref`")
     base: Any = option(None, "with kind=merged, the base's folder: base=hf base.path=/models/llama")
-    exporter: str | None = option(None, "another layout: vllm, kohya, or an exporter plugin")
-    params: dict[str, Any] = option({}, "the exporter's own parameters, e.g. params.max_rank=16")
+    exporter: Any = option(None, "another layout: exporter=vllm exporter.params.max_rank=16; null: PEFT's")
+    params: dict[str, Any] = option({}, "with kind=merged: params.modules_to_save=first, params.tied=refuse")
 
 
 @dataclass
@@ -224,6 +224,7 @@ class GcOptions(Common):
     """Options of `gc`."""
 
     grace_hours: float = option(24.0, "keep what was purged less than this many hours ago")
+    policies: dict[str, Any] = option({}, "first delete what none of them keeps: policies.keep_last.count=3")
     dry_run: bool = option(False, "print what would go, delete nothing")
 
 

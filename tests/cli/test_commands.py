@@ -449,7 +449,15 @@ def test_a_server_s_profile(run: Run, store: str) -> None:
     result = run(f"verify profile=vllm max_rank=4 store={store} output=json")
     assert result.code == 3
     assert result.document["profile"]["ok"] is False
-    assert run(f"export a@best ./out exporter=vllm params.max_rank=16 store={store}").code == 0
+    assert run(f"export a@best ./out exporter=vllm exporter.params.max_rank=16 store={store}").code == 0
+    for wrong, said in (
+        ("exporter.params.max_rank=x", "max_rank"),
+        ("exporter.params.nope=1", "nope"),
+        ("params.x=1", "kind=merged"),
+    ):
+        refused = run(f"export a@best ./out3 exporter=vllm {wrong} store={store}")
+        assert (refused.code, said in refused.err) == (2, True), refused.err
+    assert "exporter.params.shrink  bool, False" in run("export --help exporter=vllm").out
     assert run(f"export a@best ./out2 exporter=nope store={store}").code == 2
 
 

@@ -36,6 +36,9 @@ def run(options: ExportOptions, terminal: Terminal) -> Outcome:
         return _merged(options, terminal)
     if options.adapters or options.base is not None:
         raise UsageError("adapters= and base= go with kind=merged", remedy="export NAME TARGET, or add kind=merged")
+    if options.params:
+        key = next(iter(options.params))
+        raise UsageError("params= goes with kind=merged", remedy=f"an exporter's own: exporter.params.{key}=...")
     if options.ref is None:
         raise UsageError("export needs an adapter", remedy="export NAME TARGET, e.g. export a@best ./out")
     return _adapters(options, options.ref, terminal)
@@ -55,17 +58,19 @@ def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcom
                 f"{store.url}: no adapter matches {wanted!r}", remedy=choices(wanted, store.names(), noun="adapter")
             )
         places = {name: f"{target.rstrip('/')}/{name}" for name in names}
+    choice = plain(options.exporter) or {}
+    exporter, params = choice.get("name"), choice.get("params")
     versions = {ref: store.resolve(ref) for ref in places}
     with terminal.progress("exporting") as progress:
         meter = Meter(progress, files=len(places), nbytes=sum(version.nbytes for version in versions.values()))
         written = []
         for ref, version in versions.items():
-            path = export_one(store, ref, places[ref], options.exporter, options.params)
+            path = export_one(store, ref, places[ref], exporter, params)
             written.append({"ref": ref, "version": version.id, "path": path})
             meter.add(version.nbytes)
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
     return Outcome(
-        document={"store": store.url, "exporter": options.exporter, "exported": written},
+        document={"store": store.url, "exporter": exporter, "exported": written},
         view=[Table(columns=("adapter", "version", "folder"), rows=rows)],
     )
 
