@@ -27,6 +27,7 @@ from multilora_store.assembly.work import Adapter, Assembly
 from multilora_store.errors import CoverageError, DamagedError, UsageError
 from multilora_store.manifest import Lock, LockEntry
 from multilora_store.plugins import Registry
+from multilora_store.storage.codec import nonfinite
 from multilora_store.storage.progress import Meter
 
 __all__ = ["STEPS", "Adapter", "Assembly", "Step"]
@@ -92,9 +93,8 @@ def _read(entry: LockEntry, stores: Stores, registry: Registry, *, given: bool) 
 def _canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a foreign directory by canonical name; refused where they are not finite, as a store refuses them."""
     named = {canonical_tensor_name(key): tensor for key, tensor in tensors.items()}
-    for key, tensor in named.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise DamagedError(f"tensor {key} is not finite: it holds a NaN or an infinity", tensor=key)
+    for key in nonfinite(named.items()):
+        raise DamagedError(f"tensor {key} is not finite: it holds a NaN or an infinity", tensor=key)
     return named
 
 

@@ -36,7 +36,7 @@ from multilora_store.storage import (
     Version,
     as_store,
 )
-from multilora_store.storage.codec import encode
+from multilora_store.storage.codec import encode, nonfinite
 from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
@@ -251,8 +251,7 @@ def _checked(model: nn.Module) -> dict[str, AdapterLayout]:
                 )
             if layout.numel == 0:
                 raise UsageError(f"adapter {name}: {key} has zero size: {layout.shape}")
-            piece = layout.local(tensor)
-            if piece.is_floating_point() and not bool(torch.isfinite(piece).all()):
+            if nonfinite([(key, layout.local(tensor))]):
                 raise UsageError(
                     f"adapter {name}: {key} holds NaN or infinity",
                     why="an adapter with such values makes every output NaN",
@@ -277,7 +276,7 @@ def _served(held: Mapping[str, AdapterLayout], profile: str, *, told: bool) -> d
 
 def local_digest(adapter: AdapterLayout) -> str:
     """A digest of this rank's pieces of one adapter."""
-    total = hashlib.blake2b(repr(adapter.config.canonical()).encode(), digest_size=16)
+    total = hashlib.sha256(repr(adapter.config.canonical()).encode())
     for key, layout in adapter.layouts.items():
         total.update(f"{key} {layout.shape} {layout.dim} {layout.bounds}".encode())
         total.update(checksum(layout.local(adapter.tensors[key])).encode())

@@ -85,11 +85,9 @@ class Guard:
     @staticmethod
     def _checksums(model: nn.Module, names: tuple[str, ...]) -> dict[str, str]:
         """A digest of this rank's part of every parameter outside the adapters `names`."""
-        import hashlib
-
-        import torch
 
         from multilora_store.assembly.bridge import adapter_names, adapter_parameters, innermost
+        from multilora_store.distributed.auditing import checksum
 
         owners: dict[int, str] = {}
         for name in adapter_names(model):
@@ -99,6 +97,5 @@ class Guard:
             if owners.get(id(parameter)) in names:
                 continue
             local: torch.Tensor = getattr(parameter, "to_local", lambda same=parameter: same)()
-            data = local.detach().cpu().contiguous().flatten().view(torch.uint8)
-            found[key] = hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+            found[key] = checksum(local)
         return found
