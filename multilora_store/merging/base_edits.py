@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -52,6 +53,33 @@ class Addend:
         return delta.transposed if self.transposed else delta
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Magnitude:
+    """DoRA's lengths (arXiv 2402.09353, section 4): `W' = m (W + delta) / |W + delta|`, one for each output feature.
+
+    Attributes:
+        source, tensor: The adapter and the name of its vector.
+        by_column: Whether the output features are the columns in the base.
+    """
+
+    source: MergeSource
+    tensor: str
+    by_column: bool
+
+    def over(self, merged: Callable[[slice], Tensor], blocks: Sequence[slice]) -> Callable[[Tensor, slice], Tensor]:
+        """What scales each block of rows of the sum; lengths of columns take a pass over all of them first."""
+        length = self.source.tensors[self.tensor].reshape(-1)
+        if not self.by_column:
+            return lambda block, part: block * (length[part].to(block.dtype) / _norm(block, 1))[:, None]
+        squares = torch.stack([_norm(merged(part), 0).double().square() for part in blocks]).sum(dim=0)
+        factor = length.double() / squares.sqrt()
+        return lambda block, part: block * factor.to(block.dtype)
+
+
+def _norm(block: Tensor, dim: int) -> Tensor:
+    return torch.linalg.vector_norm(block, dim=dim)
+
+
 @dataclass(slots=True, kw_only=True)
 class Edit:
     """The change of one tensor of the base.
@@ -61,12 +89,14 @@ class Edit:
         deltas: Deltas to add; each has the tensor's shape, seen as one matrix for each group.
         offsets: Vectors to add to a bias.
         replacement: Values to take instead of the base's, before anything is added.
+        magnitude: What the rows or columns of the sum are brought to.
     """
 
     name: str
     deltas: list[Addend] = field(default_factory=list)
     offsets: list[Tensor] = field(default_factory=list)
     replacement: Tensor | None = None
+    magnitude: Magnitude | None = None
 
     def parts(self, base: Tensor) -> Iterator[Tensor]:
         """The merged tensor by blocks of rows: float32 arithmetic (float64 for a float64 base), the base's dtype."""
@@ -82,10 +112,16 @@ class Edit:
         up, down = delta.up.to(wide), delta.down.to(wide)
         rows, columns = delta.shape
         matrices = values.reshape(delta.groups, rows, columns)
+
+        def merged(group: int, part: slice) -> Tensor:
+            return torch.addmm(matrices[group, part].to(wide), up[group, part], down[group])
+
         for group in range(delta.groups):
-            for part in block_rows((rows, columns)):
-                merged = torch.addmm(matrices[group, part].to(wide), up[group, part], down[group])
-                yield merged.to(base.dtype)
+            blocks = block_rows((rows, columns))
+            scale = None if self.magnitude is None else self.magnitude.over(partial(merged, group), blocks)
+            for part in blocks:
+                block = merged(group, part)
+                yield (block if scale is None else scale(block, part)).to(base.dtype)
 
 
 def add_pair(
@@ -95,6 +131,7 @@ def add_pair(
     pair: FactorPair,
     weight: float,
     tied_to: Mapping[str, str],
+    magnitude: str | None = None,
 ) -> None:
     """Plan the addition of `weight` times one pair's delta.
 
@@ -103,6 +140,7 @@ def add_pair(
         base: The base.
         source, pair, weight: The delta.
         tied_to: Name of a tensor that the folder lacks because it is tied -> the tensor that stands for it.
+        magnitude: Name of the pair's DoRA magnitude, if it has one.
 
     Raises:
         CoverageError: the base has no such tensor, or one of another shape.
@@ -115,8 +153,10 @@ def add_pair(
             remedy="serve it as an adapter",
         )
     name, transposed = _target(base, source, pair, tied_to)
-    addend = Addend(source=source, pair=pair, weight=weight, transposed=transposed)
-    edits.setdefault(name, Edit(name=name)).deltas.append(addend)
+    edit = edits.setdefault(name, Edit(name=name))
+    edit.deltas.append(Addend(source=source, pair=pair, weight=weight, transposed=transposed))
+    if magnitude is not None:
+        edit.magnitude = Magnitude(source=source, tensor=magnitude, by_column=transposed)
 
 
 def add_bias(edits: dict[str, Edit], base: BaseFolder, source: MergeSource, pair: FactorPair, weight: float) -> None:

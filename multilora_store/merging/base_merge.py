@@ -29,7 +29,7 @@ __all__ = ["BaseMergeReport", "export_merged"]
 _EMBEDDINGS: Final = frozenset("embed_tokens wte word_embeddings embed_in tok_embeddings".split())
 _HEADS: Final = frozenset("lm_head embed_out".split())
 _MERGEABLE: Final = frozenset(
-    {"linear", "embedding", "conv", "grouped_conv", "experts", "rslora", "rank_pattern", "lora_bias"}
+    {"linear", "embedding", "conv", "grouped_conv", "experts", "rslora", "rank_pattern", "lora_bias", "dora"}
 )
 _RECORD: Final = "multilora_merge.json"
 
@@ -87,7 +87,7 @@ def export_merged(
 
     Raises:
         ExistsError: the target exists.
-        UnsupportedError: a quantised base, an adapter that is no delta to this base (DoRA, PiSSA and others).
+        UnsupportedError: a quantised base, an adapter that is no delta to this base (PiSSA and others); DoRA beside others.
         CoverageError: an adapter changes a tensor that the base does not have.
         MergeError: weights or rules that cannot be.
     """
@@ -103,6 +103,7 @@ def export_merged(
     _check_base(folder)
     ordered = canonical_order(sources, [float(weight) for weight in weights])
     layouts = _layouts(sources)
+    _check_dora(sources, weights, layouts)
     tie = _tie_of(folder, layouts)
     if tie is not None and tied == "refuse":
         raise UnsupportedError(
@@ -158,6 +159,28 @@ def _layouts(sources: Sequence[MergeSource]) -> dict[str, Layout]:
     return layouts
 
 
+def _check_dora(sources: Sequence[MergeSource], weights: Sequence[float], layouts: Mapping[str, Layout]) -> None:
+    """DoRA sets the length of what one adapter gives: beside others, or in part, no one length is right."""
+    for source in sources:
+        layout = layouts[source.name]
+        if not layout.magnitudes and not source.config.raw.get("use_dora"):
+            continue
+        if len(sources) > 1 or weights[0] != 1.0:
+            raise UnsupportedError(
+                f"adapter {source.name!r} is of the kind dora: it is merged alone and with weight 1 only",
+                why="its magnitudes are the lengths of its own sum with the base",
+                remedy="merge it first, and the others into the folder that gives",
+                kind="dora",
+            )
+        lacking = sorted(set(layout.pairs) ^ set(layout.magnitudes))
+        if lacking:
+            raise MergeError(
+                f"adapter {source.name!r}: module {lacking[0]} has only one of magnitude and factors, DoRA needs both",
+                remedy="the file is incomplete: save the adapter again",
+                module=lacking[0],
+            )
+
+
 def _tie_of(folder: BaseFolder, layouts: Mapping[str, Layout]) -> _Tie | None:
     """Embedding and head, if the base ties them and an adapter changes one."""
     changed = {path for layout in layouts.values() for path in layout.pairs}
@@ -208,8 +231,9 @@ def _plan_edits(
     for source, weight in ordered:
         layout = layouts[source.name]
         _check_tying(source, layout, tie)
-        for pair in layout.pairs.values():
-            add_pair(edits, folder, source, pair, weight, tied_to)
+        magnitudes = layout.magnitudes
+        for path, pair in layout.pairs.items():
+            add_pair(edits, folder, source, pair, weight, tied_to, magnitudes.get(path))
             add_bias(edits, folder, source, pair, weight)
     return edits
 

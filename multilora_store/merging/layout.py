@@ -21,6 +21,7 @@ PREFIX: Final = "base_model.model."
 Kind = Literal["linear", "embedding", "conv", "grouped_conv", "experts"]
 _FACTOR: Final = re.compile(r"(?P<path>.+)\.(?P<role>lora_A|lora_B)\.(?P<leaf>weight|bias)")
 _EMBEDDING: Final = re.compile(r"(?P<path>.+)\.(?P<role>lora_embedding_[AB])")
+_MAGNITUDE: Final = re.compile(r"(?P<path>.+)\.lora_magnitude_vector(\.weight)?")
 _VARIANT: Final = re.compile(r".+\.(lora_magnitude_vector(\.weight)?|lora_E|ranknum|trainable_tokens_delta)")
 
 
@@ -110,6 +111,12 @@ class Layout:
     pairs: Mapping[str, FactorPair]
     full: tuple[str, ...]
     variants: tuple[str, ...]
+
+    @property
+    def magnitudes(self) -> dict[str, str]:
+        """Module path -> name of its DoRA magnitude."""
+        found = (_MAGNITUDE.fullmatch(name) for name in self.variants)
+        return {match["path"].removeprefix(PREFIX): match[0] for match in found if match is not None}
 
 
 def parse_layout(config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]], *, where: str) -> Layout:

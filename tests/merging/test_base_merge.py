@@ -99,6 +99,45 @@ def test_several_adapters_are_summed_with_their_weights_and_rounded_once(tmp_pat
         assert after[name].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dora_takes_its_lengths(dtype: torch.dtype, tmp_path: Path) -> None:
+    """`W' = m (W + BA) / |W + BA|`, linear layers by rows and embeddings by columns, as PEFT merges them."""
+    base = llama(tmp_path / "base", dtype=dtype)
+    model, source = adapted(base, target_modules=["q_proj", "down_proj", "embed_tokens"], use_dora=True)
+    magnitudes = source.layout.magnitudes
+    assert len(magnitudes) == 5
+    random = torch.Generator().manual_seed(2)
+    for name, value in model.named_parameters():
+        if "lora_magnitude_vector" in name:
+            value.data.mul_(1.0 + torch.rand(value.shape, generator=random))
+    tensors = {k: v.clone() for k, v in get_peft_model_state_dict(model, save_embedding_layers=False).items()}
+    source = MergeSource.in_memory("d", source.config, tensors)
+    export_merged(base, [source], [1.0], tmp_path / "out")
+    if dtype is torch.float32:
+        torch.testing.assert_close(logits(opened(tmp_path / "out")), logits(model), rtol=1e-5, atol=1e-5)
+    merged = model.merge_and_unload().state_dict()
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 1e-4}
+    for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert value.dtype == dtype
+        torch.testing.assert_close(value, merged[name].to(dtype), **rounding)
+
+
+def test_dora_is_merged_alone_and_whole(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    dora = adapted(base, target_modules=["q_proj"], use_dora=True)[1]
+    plain = adapted(base, seed=2, target_modules=["q_proj"])[1]
+    for sources, weights in (([dora, plain], [1.0, 1.0]), ([dora], [0.5])):
+        with pytest.raises(UnsupportedError, match="alone and with weight 1"):
+            export_merged(base, sources, weights, tmp_path / "out")
+    lost = dora.layout.magnitudes["model.layers.1.self_attn.q_proj"]
+    tensors = {name: value for name, value in dora.tensors.items() if name != lost}
+    half = MergeSource.in_memory("half", dora.config, tensors)
+    assert len(tensors) == len(dora.tensors) - 1
+    with pytest.raises(MergeError, match="only one of magnitude and factors"):
+        export_merged(base, [half], [1.0], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 TIED = {
     "head": {"target_modules": ["lm_head"]},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
@@ -188,7 +227,6 @@ def test_a_quantised_base_is_refused(tmp_path: Path) -> None:
     [
         ({"init_lora_weights": "pissa"}, "mutated_base"),
         ({"init_lora_weights": "olora"}, "mutated_base"),
-        ({"use_dora": True}, "dora"),
         ({"peft_type": "LOHA"}, "other_method"),
     ],
 )
