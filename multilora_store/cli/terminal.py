@@ -78,8 +78,11 @@ class Terminal:
             yield
 
     @contextmanager
-    def progress(self, label: str) -> Iterator[Listener | None]:
-        """A bar with pieces, bytes, rate and time left, where stderr is a terminal; gives what the library tells."""
+    def progress(self, label: str, *, of_bytes: bool = True) -> Iterator[Listener | None]:
+        """A bar with pieces, bytes, rate and time left, where stderr is a terminal; gives what the library tells.
+
+        Without `of_bytes` pieces alone are counted.
+        """
         if not self._draws:
             yield None
             return
@@ -87,14 +90,15 @@ class Terminal:
 
         words, pieces = TextColumn("{task.description}"), TextColumn("{task.fields[pieces]}")
         bar_column, rate = BarColumn(bar_width=20), TransferSpeedColumn()
-        with _drawn(words, bar_column, pieces, DownloadColumn(), rate, TimeRemainingColumn()) as bar:
+        amount = (DownloadColumn(), rate) if of_bytes else ()
+        with _drawn(words, bar_column, pieces, *amount, TimeRemainingColumn()) as bar:
             task = bar.add_task(label, total=None, pieces="")
 
             def show(now: Progress) -> None:
-                if now.nbytes < bar.tasks[task].completed:  # the next phase begins
+                done, total = (now.nbytes, now.nbytes_total) if of_bytes else (now.files, now.files_total)
+                if done < bar.tasks[task].completed:  # the next phase begins
                     bar.reset(task)
-                pieces = f"{now.files}/{now.files_total}"
-                bar.update(task, completed=now.nbytes, total=now.nbytes_total, pieces=pieces)
+                bar.update(task, completed=done, total=total, pieces=f"{now.files}/{now.files_total}")
 
             yield show
 

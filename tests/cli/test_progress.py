@@ -24,20 +24,17 @@ from multilora_store.storage import SnapshotDraft, SnapshotMember
 Run = Callable[[str], Any]
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LINES = (
-    "verify",
-    "import {folder} again",
-    "import peft://{folder} other",
-    "export '*' {out}/all",
-    "export b {out}/merged kind=merged base=hf base.path={base}",
-    "merge '+adapters=[a,b]' merge=linear merge.into=ab",
-    "assemble '+adapters=[a,b]' base=demo",
-    "assemble '+adapters=[a,b]' base=demo save=true",
-    "restore {out}/restored",
-    "doctor",
-    "repair",
-    "sync {store} {out}/copy",
-)
+LINES = {
+    "verify": ["verifying"],
+    "import {folder} again": ["importing"],
+    "export '*' {out}/all": ["exporting"],
+    "export b {out}/merged kind=merged base=hf base.path={base}": ["merging"],
+    "merge '+adapters=[a,b]' merge=linear merge.into=ab": ["merging"],
+    "assemble '+adapters=[a,b]' base=demo save=true": ["assembling", "saving"],
+    "restore {out}/restored": ["restoring"],
+    "repair": ["repairing"],
+    "sync {store} {out}/copy": ["syncing"],
+}
 
 
 @contextmanager
@@ -82,17 +79,25 @@ def spelled(store: str, base_folder: Path, here: Path) -> Callable[[str], str]:
 
 
 def test_a_terminal_is_told_how_far_it_is(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for line in LINES:
+    for line, labels in LINES.items():
         with terminal(monkeypatch) as drawn:
             assert main(shlex.split(spelled(line))) == 0, line
         frames = [frame for frame in re.split(r"[\r\n]+", ESCAPE.sub("", drawn[0])) if frame.strip()]
-        last = frames[-1]
-        assert re.search(r" ([1-9]\d*)/\1 ", last), (line, frames)  # every piece
-        assert re.search(r" ([\d.]+)/\1 (bytes|kB|MB)", last), (line, last)  # every byte
-        assert re.search(r"\d (bytes|kB|MB)/s|\?", last), (line, last)  # a rate, once there are two pieces
-        assert re.search(r"\d:\d\d:\d\d", last), (line, last)
+        for label in labels:
+            last = [frame for frame in frames if frame.startswith(label)][-1]
+            assert re.search(r" ([1-9]\d*)/\1 ", last), (line, last)  # every piece
+            assert re.search(r" ([\d.]+)/\1 (bytes|kB|MB)", last), (line, last)  # every byte
+            assert re.search(r"\d (bytes|kB|MB)/s|\?", last), (line, last)  # a rate, once there are two pieces
+            assert re.search(r"\d:\d\d:\d\d", last), (line, last)
         assert max(map(len, frames)) <= 80
         assert drawn[0].endswith("\x1b[2K"), "the bar is wiped"
+
+
+def test_what_has_no_bytes_counts_pieces(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as drawn:
+        assert main(shlex.split(spelled("report"))) == 0
+    last = [frame for frame in re.split(r"[\r\n]+", ESCAPE.sub("", drawn[0])) if frame.strip()][-1]
+    assert re.fullmatch(r"reading headers \S+ 3/3 \d:\d\d:\d\d\s*", last)
 
 
 @pytest.mark.parametrize("word", ["quiet=true", "output=json"])

@@ -72,12 +72,15 @@ def _sizes(versions: Iterable[Version]) -> dict[str, int]:
 def _needs(store: Store, state: State, names: list[str], terminal: Terminal) -> SetNeeds:
     """What the newest versions need, from their configurations and headers."""
     from multilora_store.storage.profiles import set_needs
+    from multilora_store.storage.progress import Meter
 
     found = {}
-    with terminal.waiting("reading headers"):
+    with terminal.progress("reading headers", of_bytes=False) as progress:
+        meter = Meter(progress, files=len(names))
         for name in names:
             adapter = store.get(state.versions(name)[-1])
             found[name] = adapter.config, {key: info.shape for key, info in adapter.infos.items()}
+            meter.add(0)
     return set_needs(found)
 
 
