@@ -21,6 +21,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         spoil: What becomes of the next `left` conditional PUTs into a journal: `drop` loses their answers, `409` and
             `503` are answered instead.
         refuse_copies: Answers 501 to every copy inside the service.
+        refuse_parts: Answers 501 to every part of a large file.
         seen: Method, whether it was a copy, and bytes of body and answer, of every request.
     """
 
@@ -28,6 +29,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
     spoil = ""
     left = 0
     refuse_copies = False
+    refuse_parts = False
     seen: ClassVar[list[tuple[str, bool, int]]] = []
     lock = threading.Lock()
     protocol_version = "HTTP/1.1"
@@ -39,7 +41,7 @@ class Proxy(http.server.BaseHTTPRequestHandler):
             spoil = Proxy.spoil if conditional and Proxy.left > 0 else ""
             Proxy.left -= bool(spoil)
         copy = "x-amz-copy-source" in self.headers
-        if copy and Proxy.refuse_copies:
+        if (copy and Proxy.refuse_copies) or (Proxy.refuse_parts and "partNumber=" in self.path):
             spoil = "501"
         if spoil in _CODES:
             code = _CODES[spoil]
@@ -80,7 +82,8 @@ class Proxy(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def proxied(endpoint: str) -> Iterator[str]:
     """The endpoint of a proxy before `endpoint`, that spoils nothing yet."""
-    Proxy.target, Proxy.spoil, Proxy.left, Proxy.refuse_copies = endpoint, "", 0, False
+    Proxy.target, Proxy.spoil, Proxy.left = endpoint, "", 0
+    Proxy.refuse_copies = Proxy.refuse_parts = False
     Proxy.seen.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     server.handle_error = lambda *args: None  # type: ignore[method-assign]

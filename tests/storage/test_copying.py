@@ -10,6 +10,7 @@ import pytest
 from proxying import Proxy, proxied
 from samples import CONFIG, same, tensors
 
+from multilora_store.errors import StorageError
 from multilora_store.storage import SnapshotDraft, SnapshotMember, Store, open_store, sync
 
 pytestmark = pytest.mark.s3
@@ -89,3 +90,26 @@ def test_two_services_are_not_taken_for_one(s3_url: str, s3_endpoint: str, watch
     sync(source, target)
     assert not any(is_copy for _, is_copy, _ in Proxy.seen)
     check(target)
+
+
+def test_a_large_file_goes_up_in_parts_and_whole(
+    s3_url: str, watched: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part is a request of its own; a part that is refused leaves nothing, and the next sync sends it again."""
+    pytest.importorskip("obstore")
+    monkeypatch.setattr("multilora_store.storage.object_blobs._CHUNK", 1 << 20)
+    source = open_store(tmp_path / "run")
+    source.put("a", tensors(1, width=160_000, layers=1), CONFIG)
+    target = open_store(s3_url, endpoint_url=watched, retries=0)
+    Proxy.refuse_parts = True
+    with pytest.raises(StorageError):
+        sync(source, target)
+    assert open_store(s3_url).state().seq == 0
+    assert not any(info.key.endswith(".safetensors") for info in open_store(s3_url).blobs.list("adapters/"))
+    Proxy.refuse_parts = False
+    Proxy.seen.clear()
+    sync(source, target)
+    parts = [size for method, _, size in Proxy.seen if method == "PUT" and size > 1 << 18]
+    assert len(parts) == 5
+    assert max(parts) < 2 << 20
+    assert same(open_store(s3_url, cache=False).get("a").tensors, tensors(1, width=160_000, layers=1))
