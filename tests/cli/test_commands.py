@@ -354,7 +354,8 @@ def test_a_past_state_is_brought_back(run: Run, store: str) -> None:
     assert run(f"restore to={seq} store={store}").code == 0
     assert run(f"show b store={store}").code == 0
     assert run(f"tag b@latest good store={store}").code == 0
-    told = run(f"restore to={seq} dry_run=true store={store}").out
+    assert "nothing differs" in run(f"restore to={seq} dry_run=true store={store}").out, "what came later stays"
+    told = run(f"restore to={seq} exact=true dry_run=true store={store}").out
     assert "b: tag good v" in told, "a tag that goes is a difference too"
     assert "nothing differs" not in told
     assert run(f"restore to={seq} store={store}").code == 0
