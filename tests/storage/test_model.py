@@ -180,7 +180,7 @@ def memory_root() -> str:
     return f"memory://{uuid.uuid4().hex}"
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [12, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.timeout(3600)
 def test_a_store_in_memory_equals_its_model(examples: int) -> None:
     drive(memory_root, examples=examples)
