@@ -1,8 +1,10 @@
 """Merging, side by side with PEFT's add_weighted_adapter in one run, and on the shapes of an 8B model from files.
 
     python benchmarks/merge.py sides                          # d = 576 and 2048
-    python benchmarks/merge.py sides --sizes 576 2048 4096    # minutes: PEFT decomposes a dense 4096 x 4096
-    python benchmarks/merge.py set --strategies linear svd knots core_space
+    python benchmarks/merge.py sides --table                  # ranks 8 to 64, 2 to 16 adapters; a minute
+    python benchmarks/merge.py sides --table --full           # d = 4096 too: many minutes, PEFT decomposes it densely
+    python benchmarks/merge.py set                            # linear, svd, knots, core_space: 32 layers, from files
+    python benchmarks/merge.py elements                       # ties, dare_*, ...: one layer, beside its lower bounds
     python benchmarks/merge.py losses --base SMOLLM2_FOLDER --shared ../shared    # a real model and real adapters
     ... --json results.json
 
@@ -22,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +33,7 @@ import torch
 from torch import nn
 
 from multilora_store.merging import Merged, MergeSource, merge, merge_adapters
+from multilora_store.merging.blocks import Matrix, block_rows
 from multilora_store.plugins import default_registry
 from multilora_store.storage import Store, open_store, read_peft_dir
 
@@ -43,6 +47,9 @@ LAYER = {
     "mlp.down_proj": (4096, 14336),
 }
 """Rows and columns of the adapted matrices of one layer of Llama 3 8B."""
+SHAPES = ((8, 2), (16, 4), (64, 4), (16, 16))
+"""Rank and number of adapters of the table of `sides`."""
+ELEMENTS = ["ties", "dare_linear", "dare_ties", "magnitude_prune", "breadcrumbs", "della"]
 
 
 def main() -> None:
@@ -55,6 +62,8 @@ def main() -> None:
     sides.add_argument("--adapters", type=int, nargs="+", default=[4])
     sides.add_argument("--strategies", nargs="+", default=["svd"], help="svd, linear, cat, ties_svd, ...")
     sides.add_argument("--repeats", type=int, default=5)
+    sides.add_argument("--table", action="store_true", help="a representative table of sizes, ranks and adapters")
+    sides.add_argument("--full", action="store_true", help="with --table, d = 4096 too")
     whole = commands.add_parser("set", help="four adapters with the shapes of an 8B model, from files")
     whole.add_argument("--strategies", nargs="+", default=["linear", "svd", "knots", "core_space"])
     whole.add_argument("--layers", type=int, default=32)
@@ -62,15 +71,21 @@ def main() -> None:
     whole.add_argument("--adapters", type=int, default=4)
     whole.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     whole.add_argument("--threads", type=int, default=2)
+    layer = commands.add_parser("elements", help="strategies on elements on one layer of an 8B model")
+    layer.add_argument("--strategies", nargs="+", default=ELEMENTS)
+    layer.add_argument("--rank", type=int, default=16)
+    layer.add_argument("--adapters", type=int, default=4)
+    layer.add_argument("--threads", type=int, default=1)
     losses = commands.add_parser("losses", help="held-out losses of a real model under every strategy")
     losses.add_argument("--base", type=Path, required=True)
     losses.add_argument("--shared", type=Path, required=True)
     losses.add_argument("--adapters", nargs="+", default=["code_style", "safety"])
     losses.add_argument("--strategies", nargs="+", default=list(default_registry().names("merge_strategy")))
-    for command in (sides, whole, losses):
+    for command in (sides, whole, layer, losses):
         command.add_argument("--json", type=Path)
     args = parser.parse_args()
-    rows = list({"sides": compare_sides, "set": merge_set, "losses": measure_losses}[args.command](args))
+    run = {"sides": compare_sides, "set": merge_set, "elements": merge_elements, "losses": measure_losses}
+    rows = list(run[args.command](args))
     about = {
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -87,11 +102,13 @@ def compare_sides(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each size, rank, number of adapters and strategy."""
     print(f"{'strategy':>12} {'d':>5} {'r':>3} {'n':>3} {'PEFT s':>9} {'ours s':>9} {'ratio':>7} ", end="")
     print(f"{'PEFT MiB':>9} {'ours MiB':>9} {'apart':>8} {'to sum':>8} {'PEFT to sum':>11}")
+    cells = [(size, rank, count) for size in args.sizes for rank in args.ranks for count in args.adapters]
+    if args.table:
+        sizes = (576, 2048, 4096) if args.full else (576, 2048)
+        cells = [(size, *shape) for size in sizes for shape in SHAPES]
     for name in args.strategies:
-        for size in args.sizes:
-            for rank in args.ranks:
-                for count in args.adapters:
-                    yield compare_side(name, size, rank, count, args.repeats)
+        for size, rank, count in cells:
+            yield compare_side(name, size, rank, count, args.repeats)
 
 
 def compare_side(name: str, size: int, rank: int, count: int, repeats: int) -> dict[str, Any]:
@@ -204,21 +221,66 @@ def merge_one(store: Store, strategy: str, names: list[str], args: argparse.Name
     return row
 
 
+def merge_elements(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each strategy on one layer in memory, first what no strategy on elements can do without."""
+    adapters = [random_adapter(seed, layers=1, rank=args.rank) for seed in range(args.adapters)]
+    sources = [MergeSource.in_memory(f"a{seed}", config, tensors) for seed, (tensors, config) in enumerate(adapters)]
+    elements = sum(rows * columns for rows, columns in LAYER.values())
+    print(f"{'':>24} {'s':>7} {'CPU s':>7} {'MiB':>6} {'error':>8}")
+    for name, bound in (("read and write", touch_deltas), ("form from factors", form_deltas)):
+        cost, _ = measured(lambda bound=bound: bound(sources))
+        print(f"{name:>24} {cost.seconds:>7.2f} {cost.processor:>7.2f} {cost.mebibytes:>6.0f}", flush=True)
+        yield {"bound": name, "elements": elements * args.adapters, **cost._asdict()}
+    for strategy in args.strategies:
+        weights = [1.0 / len(sources)] * len(sources)
+        call = partial(merge_adapters, sources, weights, strategy=strategy, threads=args.threads)
+        cost, merged = measured(call)
+        row = {"strategy": strategy, "error": merged.report.error, **cost._asdict()}
+        print(
+            f"{strategy:>24} {cost.seconds:>7.2f} {cost.processor:>7.2f} {cost.mebibytes:>6.0f} {row['error']:>8.1e}",
+            flush=True,
+        )
+        yield row
+
+
+def touch_deltas(sources: list[MergeSource]) -> None:
+    """Read as many elements as the deltas have and write as many as the result has, in the dense form."""
+    for rows, columns in LAYER.values():
+        delta, result = torch.ones(rows, columns), torch.zeros(rows, columns)
+        for _ in sources:
+            result.add_(delta)
+
+
+def form_deltas(sources: list[MergeSource]) -> None:
+    """Multiply the factors of every delta out, block by block."""
+    for path in sources[0].layout.pairs:
+        for source in sources:
+            matrix = Matrix.of_delta(source.layout.pairs[path].read(source.tensors), ("",))
+            for rows in block_rows(matrix.shape):
+                matrix.block(rows)
+
+
 def put_random(store: Store, name: str, seed: int, args: argparse.Namespace) -> None:
-    """One adapter over all layers, its factors with a part common to all adapters, as fine-tunes of one base have."""
+    """One adapter over all layers."""
+    tensors, config = random_adapter(seed, layers=args.layers, rank=args.rank, dtype=getattr(torch, args.dtype))
+    store.put(name, tensors, config)
+
+
+def random_adapter(
+    seed: int, *, layers: int, rank: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors and config of one, its factors with a part common to all adapters, as fine-tunes of one base have."""
     own, shared = torch.Generator().manual_seed(seed + 1), torch.Generator().manual_seed(0)
-    dtype = getattr(torch, args.dtype)
     tensors = {}
-    for layer in range(args.layers):
+    for layer in range(layers):
         for path, (rows, columns) in LAYER.items():
             prefix = f"base_model.model.model.layers.{layer}.{path}"
-            for leaf, shape in (("lora_A", (args.rank, columns)), ("lora_B", (rows, args.rank))):
+            for leaf, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
                 common = torch.randn(shape, generator=shared)
                 values = 0.01 * (0.5 * common + torch.randn(shape, generator=own))
                 tensors[f"{prefix}.{leaf}.weight"] = values.to(dtype)
     targets = sorted(path.rpartition(".")[2] for path in LAYER)
-    config = {"peft_type": "LORA", "r": args.rank, "lora_alpha": 2 * args.rank, "target_modules": targets}
-    store.put(name, tensors, config)
+    return tensors, {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets}
 
 
 def measure_losses(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -77,7 +77,8 @@ class Magnitude:
 
 
 def _norm(block: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(block, dim=dim)
+    norm: Tensor = torch.linalg.vector_norm(block, dim=dim)
+    return norm
 
 
 @dataclass(slots=True, kw_only=True)

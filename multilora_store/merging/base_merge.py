@@ -87,7 +87,7 @@ def export_merged(
 
     Raises:
         ExistsError: the target exists.
-        UnsupportedError: a quantised base, an adapter that is no delta to this base (PiSSA and others); DoRA beside others.
+        UnsupportedError: a quantised base, no delta to this base (PiSSA and others), or DoRA beside others.
         CoverageError: an adapter changes a tensor that the base does not have.
         MergeError: weights or rules that cannot be.
     """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,9 @@ from multilora_store.merging.blocks import BLOCK_ELEMENTS
 from multilora_store.merging.element_merge import CHUNK_BLOCKS
 from multilora_store.merging.module_merge import ModuleResult, Settings, merge_module
 from multilora_store.merging.plan import ModulePlan
+from multilora_store.plugins import default_registry
 
+ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[..., MergeSource]
 SIDE, RANK = 2048, 4
 
@@ -79,6 +85,40 @@ def test_bytes_do_not_depend_on_torchs_threads(strategy: str, make_adapter: Make
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in other)
+
+
+DIGESTS = """
+import hashlib
+from multilora_store.merging import MergeSource, merge_adapters
+from multilora_store.plugins import default_registry
+from tests.merging.conftest import random_adapter
+
+a, b = (random_adapter(name, seed, r=8, shape=(900, 800), paths=("q",)) for seed, name in enumerate("ab"))
+near = {name: tensor + a.tensors[name] for name, tensor in b.tensors.items()}  # model_stock wants no right angle
+sources = [a, MergeSource.in_memory("b", b.config, near)]
+for name in default_registry().names("merge_strategy"):
+    known = {item.name for item in default_registry().get("merge_strategy", name).parameters}
+    merged = merge_adapters(sources, [0.7, 0.3], strategy=name, **({"density": 0.4} if "density" in known else {}))
+    content = b"".join(tensor.numpy().tobytes() for tensor in merged.tensors.values())
+    print(name, hashlib.sha256(content).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_bytes_do_not_depend_on_the_environments_threads() -> None:
+    """Case 88: every strategy, in processes that were started with other numbers of threads."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", DIGESTS],
+            env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len(told[0].splitlines()) == len(default_registry().names("merge_strategy"))
 
 
 def test_tensors_are_looked_up_once_for_each_module(make_adapter: Make) -> None:
