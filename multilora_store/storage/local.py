@@ -72,7 +72,7 @@ class LocalBlobs:
 
         All are filled before the first is flushed, so that the disk writes them in one go.
         """
-        paths = [self.local_path(key) for key, _ in files]
+        paths = self._local_paths([key for key, _ in files])
         where = str(paths[0] if len(paths) == 1 else paths[0].parent)
         with translated("writing", where), ExitStack() as stack:
             filled: list[tuple[Path, BinaryIO]] = []
@@ -163,6 +163,16 @@ class LocalBlobs:
         path = self.root / check_key(key)
         self._contain(path)
         return path
+
+    def _local_paths(self, keys: Sequence[str]) -> list[Path]:
+        """As `local_path`, with one look at each folder instead of one at each file."""
+        paths = [self.root / check_key(key) for key in keys]
+        for folder in {path.parent for path in paths}:
+            self._contain(folder)
+        for path in paths:
+            if path.is_symlink():
+                self._contain(path)
+        return paths
 
     def _contain(self, path: Path) -> None:
         """Refuses a path that a symbolic link leads out of the root (the root itself may be a link)."""
