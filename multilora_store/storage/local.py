@@ -164,7 +164,7 @@ class LocalBlobs:
         self._contain(path)
         return path
 
-    def _local_paths(self, keys: Sequence[str]) -> list[Path]:
+    def _local_paths(self, keys: Sequence[str]) -> Sequence[Path]:
         """As `local_path`, with one look at each folder instead of one at each file."""
         paths = [self.root / check_key(key) for key in keys]
         for folder in {path.parent for path in paths}:
