@@ -7,7 +7,7 @@ them was moved on both sides, all of them follow the same side. Else a sync coul
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -36,18 +36,18 @@ class _Move:
 
 
 def decide_latest(
-    source: State, target: State, base: State | None, *, seen: int, there: int, rule: Diverged
+    source: State, target: State, known: Sequence[State], *, seen: int, there: int, rule: Diverged
 ) -> tuple[dict[str, Side], list[str]]:
     """Whose latest version each adapter gets that both stores have, and the adapters that both moved.
 
     Args:
         source, target: Both now.
-        base: Either, as it was at the common point.
+        known: States of either that the other has seen; what was latest in one of them has not moved since.
         seen: The entry of the source up to which the target knows it.
         there: The entry of the target at which that was so.
         rule: Who decides for a set that both moved.
     """
-    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, base, seen, there))}
+    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, known, seen, there))}
     winners: dict[str, Side] = {}
     for names in _sets(moves.values(), seen, there):
         diverged = any(moves[name].both for name in names)
@@ -59,16 +59,17 @@ def decide_latest(
     return winners, [name for name, move in moves.items() if move.both]
 
 
-def _move(name: str, source: State, target: State, base: State | None, seen: int, there: int) -> _Move | None:
-    ours, theirs, before = _latest(source, name), _latest(target, name), _latest(base, name)
+def _move(name: str, source: State, target: State, known: Sequence[State], seen: int, there: int) -> _Move | None:
+    ours, theirs = _latest(source, name), _latest(target, name)
     if ours is None or theirs is None:
         return None
-    by_source = before is None or before.id != ours.id or ours.seq > seen
+    seen_ids = {latest.id for state in known if (latest := _latest(state, name)) is not None}
+    by_source = ours.id not in seen_ids or ours.seq > seen
     return _Move(name=name, ours=ours, theirs=theirs, by_source=by_source, by_target=theirs.seq > there)
 
 
-def _latest(state: State | None, name: str) -> Version | None:
-    return state.adapters[name].latest if state is not None and name in state.adapters else None
+def _latest(state: State, name: str) -> Version | None:
+    return state.adapters[name].latest if name in state.adapters else None
 
 
 def _sets(moves: Iterable[_Move], seen: int, there: int) -> list[list[str]]:

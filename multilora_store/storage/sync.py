@@ -224,7 +224,8 @@ class _Job:
         """
         since = self._since(ours, theirs)
         plan = plan_sync(
-            ours, theirs, selection=self.selection, base=self._base(ours, theirs, since), since=since,
+            ours, theirs, selection=self.selection, base=self._base(ours, theirs, since),
+            known=self._known(ours, theirs, since), since=since,
             delete=self.delete, diverged=self.diverged, where=self.source.url,
         )  # fmt: skip
         for trusted in filter(None, (self.source.files.trusted, self.target.files.trusted)):
@@ -286,6 +287,12 @@ class _Job:
             return self._past(self.source.journal, ours, since)
         assert back is not None
         return self._past(self.target.journal, theirs, back)
+
+    def _known(self, ours: State, theirs: State, since: Origin | None) -> tuple[State, ...]:
+        """What the target knows already: the source as it last took it over, and what it gave the source itself."""
+        back = common_origin(ours, theirs.store_id, "")
+        taken = () if since is None else (self._past(self.source.journal, ours, since),)
+        return taken if back is None else (*taken, self._past(self.target.journal, theirs, back))
 
     def _past(self, journal: Journal, now: State, point: Origin) -> State:
         if point.digest == now.digest:

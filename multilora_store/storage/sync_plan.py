@@ -10,7 +10,7 @@ holds on to it. Both sides keep their versions; where both moved `latest` or a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
@@ -87,6 +87,7 @@ def plan_sync(
     *,
     selection: Selection,
     base: State | None = None,
+    known: Sequence[State] = (),
     since: Origin | None = None,
     delete: bool = False,
     diverged: Diverged = "source",
@@ -98,6 +99,8 @@ def plan_sync(
         source, target: Both as they are now.
         selection: The part to take.
         base: Either store as it was at their last common point; None: there is none.
+        known: What the target knows: the source as it last took it over, and itself as the source last took it over.
+            The two need not be equal: where both had moved, each may have kept its own.
         since: The point up to which the target has taken over the source, if it ever has.
         delete: Also removes what the source has removed.
         diverged: Who decides what both sides moved.
@@ -115,7 +118,7 @@ def plan_sync(
             "delete goes with whole adapters, not with a snapshot or tags",
             remedy="leave delete out, or select by include and exclude",
         )
-    planner = _Planner(source, target, selection, base, since, delete, diverged, where)
+    planner = _Planner(source, target, selection, base, known, since, delete, diverged, where)
     plan = planner.plan()
     if plan.diverged and diverged == "refuse":
         raise ConflictError(
@@ -136,6 +139,7 @@ class _Planner:
         target: State,
         selection: Selection,
         base: State | None,
+        known: Sequence[State],
         since: Origin | None,
         delete: bool,
         diverged: Diverged,
@@ -149,7 +153,7 @@ class _Planner:
         self.seen = max(since.seq if since else 0, self.back.at if self.back else 0)
         self.there = max(since.at if since else 0, self.back.seq if self.back else 0)
         self.delete, self.rule = delete, diverged
-        self.winners, moved = decide_latest(self.source, target, base, seen=self.seen, there=self.there, rule=diverged)
+        self.winners, moved = decide_latest(self.source, target, known, seen=self.seen, there=self.there, rule=diverged)
         self.diverged = [] if selection.partial else [f"latest of {name}" for name in moved]
         self.kept: list[str] = []
 

@@ -32,6 +32,11 @@ def test_schedules_break_no_promise() -> None:
         assert counts[kind] > 20, counts
 
 
+def test_schedules_that_once_broke_a_promise() -> None:
+    """Found among a hundred thousand: what a store kept as its own latest counted as moved since."""
+    run([311_416])
+
+
 def test_many_writers_and_no_faults_lose_nothing() -> None:
     counts = run(range(10_000, 10_030), processes=6, deeds=4, odds=Odds(kill=0, fail=0, lost=0, stale=0.5))
     assert counts["kills"] == counts["failures"] == 0
