@@ -182,7 +182,7 @@ def hf_base(
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise BaseModelError(
-            "a Hugging Face base needs transformers", remedy="pip install 'multilora-store[hf]'"
+            "a Hugging Face base needs transformers", remedy="pip install transformers (the extra hf)"
         ) from error
     options = {"local_files_only": True, "trust_remote_code": trust_remote_code, **options}
     gguf = gguf_file or _only_gguf(folder)

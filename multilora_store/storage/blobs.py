@@ -202,7 +202,7 @@ def _remote(text: str, scheme: str, options: dict[str, Any]) -> Blobs:
         raise UsageError(
             f"the obstore driver cannot open {redact(text)}",
             why=f"it serves {', '.join(sorted(OBJECT_SCHEMES))} and needs the obstore package",
-            remedy="pip install 'multilora-store[s3]', or driver=fsspec",
+            remedy="pip install obstore (of the extra s3), or driver=fsspec",
         )
     if driver == "obstore" or (driver is None and fast):
         return ObjectBlobs(text, **options)

@@ -197,7 +197,7 @@ class FsspecBlobs:
             raise UsageError(
                 f"no storage for {self.url}",
                 why=scrub(str(error)),
-                remedy="check the URL's scheme; install the package that serves it (s3: multilora-store[s3])",
+                remedy="check the URL's scheme; install the package that serves it (s3: s3fs, of the extra s3)",
             ) from error
         except Exception as error:
             raise translate(error, "opening", self.url) from error

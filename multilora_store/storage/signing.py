@@ -188,6 +188,6 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
         raise UsageError(
-            "signatures need the package cryptography", remedy="pip install 'multilora-store[signing]'"
+            "signatures need the package cryptography", remedy="pip install cryptography (the extra signing)"
         ) from error
     return serialization, ed25519
