@@ -54,6 +54,7 @@ class ImportOptions(Common):
     prefix: str = option("", "put before every name, e.g. team/")
     configs: dict[str, Any] = option({}, "out of a checkpoint of a whole model: configs.NAME=its adapter_config.json")
     allow_pickle: bool = option(False, "read pickles too, by restricted loading: .bin, .pt, distributed checkpoints")
+    allow_rank_mismatch: bool = option(False, "take tensors whose rank is not the one that the configuration says")
     tags: list[str] = option([], "tags to set on what was imported")
 
 

@@ -18,7 +18,7 @@ from multilora_store.distributed.optimizer import groups_of
 from multilora_store.distributed.sharded import backend_of, ranks_of, reshard, units_of, wrapping_of
 from multilora_store.errors import AuditError
 
-__all__ = ["KINDS", "AdapterSummary", "AuditReport", "Finding", "audit"]
+__all__ = ["KINDS", "REMEDIES", "AdapterSummary", "AuditReport", "Finding", "audit"]
 
 KINDS: Final = {
     "meta": "on the meta device: it has no values",
@@ -30,6 +30,17 @@ KINDS: Final = {
     "flag": "its requires_grad changed without being asked",
     "drift": "replicas on different ranks are no longer equal",
     "idle": "trainable, but its adapter is not active: it will receive no gradient",
+}
+REMEDIES: Final = {
+    "meta": "give the base and the adapters their values before training: restore(), or a base on a device",
+    "plain": "assemble every adapter before shard()",
+    "mesh": "shard the model once, on one mesh",
+    "optimizer": "build the optimizer after the wrap, from the trainable parameters",
+    "stale": "build the optimizer anew after attach() and detach(), or give it to them",
+    "gradient": "zero_grad(set_to_none=True) after a switch",
+    "flag": "set flags through activate(model, ..., trainable=[...]) alone",
+    "drift": "restore() the last snapshot, and switch on every rank alike",
+    "idle": "activate it too, or leave it out of trainable: adapters.NAME.active=true or adapters.NAME.trainable=false",
 }
 NOTES: Final = frozenset({"idle"})
 
@@ -48,6 +59,11 @@ class Finding:
     def fault(self) -> bool:
         """Whether it is more than a note."""
         return self.kind not in NOTES
+
+    @property
+    def remedy(self) -> str:
+        """What would do."""
+        return REMEDIES[self.kind]
 
     def __str__(self) -> str:
         of = f"adapter {self.adapter}: " if self.adapter else ""
@@ -108,8 +124,7 @@ class AuditReport:
             raise AuditError(
                 f"the audit found {len(faults)} fault{'s' if len(faults) > 1 else ''} in this {self.backend} model",
                 why=shown + more,
-                remedy="assemble every adapter before shard(); build the optimizer after it; "
-                "zero_grad(set_to_none=True) after a switch",
+                remedy="; ".join(dict.fromkeys(finding.remedy for finding in faults)),
                 findings=faults,
             )
         return self

@@ -100,6 +100,17 @@ def test_export_and_import_keep_the_version(run: Run, store: str, here: Path) ->
     assert run(f"export 'nope*' ./many store={store}").code == 1
 
 
+def test_import_takes_contradicting_ranks_only_when_told(run: Run, store: str, here: Path) -> None:
+    assert run(f"export a ./out store.url={store}").code == 0
+    config = here / "out" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
+    refused = run("import ./out odd store=./other")
+    assert refused.code == 2
+    assert "contradicts itself" in refused.err
+    assert "allow_rank_mismatch=true" in refused.err
+    assert run("import ./out odd store=./other allow_rank_mismatch=true").code == 0
+
+
 def test_import_of_real_adapters(run: Run, shared: Path) -> None:
     document = run(f"import {shared}/data/adapters store=./s prefix=team/ output=json").document
     assert [item["name"] for item in document["adapters"]] == ["team/code_style", "team/safety", "team/zh_tone"]
@@ -383,7 +394,7 @@ def test_doctor_says_what_exists_and_groups_what_the_audit_finds(run: Run, store
     result = run(line)
     assert result.code == 3
     assert "audit: b: 32 tensors: trainable, but its adapter is not active" in result.out
-    assert "  remedy: adapters.NAME.active=true, or adapters.NAME.trainable=false" in result.out
+    assert "  remedy: activate it too, or leave it out of trainable: adapters.NAME.active=true or adapters.NAME.trainable=false" in result.out
     (one,) = run(f"{line} output=json").document["findings"]
     assert all(one[key] for key in ("area", "subject", "what", "cause", "evidence", "remedy"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from multilora_store.cli.models import build_base
 from multilora_store.cli.outcome import Outcome, Table, count_in_words
@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from multilora_store.storage import Store
 
 __all__ = ["run"]
-
-_MENDED: Final = {
-    "meta": "give the base and the adapters their values before training: restore() or a base on a device",
-    "plain": "assemble every adapter before shard()",
-    "mesh": "shard the model once, on one mesh",
-    "optimizer": "build the optimizer after the wrap, from the trainable parameters",
-    "stale": "build the optimizer anew after attach() and detach()",
-    "gradient": "zero_grad(set_to_none=True) after a switch",
-    "flag": "set flags through activate(model, ..., trainable=[...]) alone",
-    "drift": "restore() the last snapshot, and switch on every rank alike",
-    "idle": "adapters.NAME.active=true, or adapters.NAME.trainable=false",
-}
-"""Kind of an audit's finding -> what would do."""
 
 
 def run(options: DoctorOptions, terminal: Terminal) -> Outcome:
@@ -105,7 +92,7 @@ def _of_set(options: DoctorOptions, store: Store | None, terminal: Terminal) -> 
 
 def _audited(report: AuditReport) -> list[Diagnosis]:
     """One diagnosis for each kind of fault and adapter, with some of its tensors."""
-    from multilora_store.distributed.auditing import KINDS
+    from multilora_store.distributed.auditing import KINDS, REMEDIES
 
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for one in report.findings:
@@ -120,7 +107,7 @@ def _audited(report: AuditReport) -> list[Diagnosis]:
                 what=f"{len(tensors)} tensors: {what}",
                 cause=cause or what,
                 evidence=some(tensors),
-                remedy=_MENDED[kind],
+                remedy=REMEDIES[kind],
             )
         )
     return found

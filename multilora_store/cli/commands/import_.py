@@ -75,6 +75,7 @@ def _from_peft(options: ImportOptions, store: Store, progress: Listener | None) 
             local_path(options.source),
             name=options.name,
             allow_pickle=options.allow_pickle,
+            allow_rank_mismatch=options.allow_rank_mismatch,
             prefix=options.prefix,
             tags=options.tags,
             progress=progress,
