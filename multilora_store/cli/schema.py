@@ -77,7 +77,7 @@ class PlanOptions(SetOptions):
 
     world_size: int = option(MISSING, "how many ranks")
     replicas: int = option(1, "replicas of the shards (HSDP); divides world_size")
-    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block")
+    granularity: str = option("adapter", "adapter: one unit per block and adapter; layer: one per block; auto")
     optimizer: str = option("adamw", "whose state trainable adapters have: adamw, momentum, sgd, none")
 
 

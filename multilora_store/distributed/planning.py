@@ -16,7 +16,8 @@ from torch import nn
 from multilora_store.adapter import AdapterConfig
 from multilora_store.assembly import assemble
 from multilora_store.assembly.bridge import adapter_modules, adapter_names, adapter_parameters, innermost
-from multilora_store.distributed.units import UnitPlan, block_of, find_blocks, plan_units
+from multilora_store.distributed.options import GRANULARITIES
+from multilora_store.distributed.units import UnitPlan, block_of, choose_granularity, find_blocks, plan_units
 from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec, Manifest
 from multilora_store.storage import Store
@@ -113,7 +114,7 @@ def plan(
         world_size: Ranks in all.
         store: Where refs are looked up; only configs are read.
         replicas: Replicas of the shards (HSDP): world_size / replicas ranks share one copy.
-        granularity: `adapter` or `layer`.
+        granularity: `adapter`, `layer`, or `auto`, as for `shard`.
         blocks: Class names of the repeated blocks where they are not found by themselves.
         active: Adapters that take part, for the traffic; None: all.
         trainable: Adapters that receive gradients.
@@ -124,8 +125,8 @@ def plan(
     """
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer {optimizer!r} is not known", remedy=choices(optimizer, OPTIMIZERS))
-    if granularity not in ("adapter", "layer"):
-        raise UsageError(f"granularity {granularity!r} is not known", remedy=choices(granularity, ("adapter", "layer")))
+    if granularity not in GRANULARITIES:
+        raise UsageError(f"granularity {granularity!r} is not known", remedy=choices(granularity, GRANULARITIES))
     for name, value in (("world_size", world_size), ("replicas", replicas)):
         of_type(value, int, name, "a whole number")
     if world_size < 1 or replicas < 1 or world_size % replicas:
@@ -133,6 +134,7 @@ def plan(
     model, alike = _model(base, adapters, store)
     ranks = world_size // replicas
     known = find_blocks(innermost(model), None if blocks is None else tuple(blocks))
+    granularity, _ = choose_granularity(granularity, innermost(model), known)
     units = plan_units(model, list(known))
     shares = {name: _share(model, name, units, ranks, granularity) for name in adapter_names(model)}
     every = {name: shares[alike[name]] for name in alike}

@@ -22,6 +22,7 @@ from multilora_store.assembly.bridge import (
     unwrap,
     walk,
 )
+from multilora_store.distributed.places import places
 from multilora_store.errors import UnsupportedError, UsageError, choices
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Unit",
     "UnitPlan",
     "block_of",
+    "choose_granularity",
     "expert_blocks",
     "find_blocks",
     "find_experts",
@@ -142,6 +144,17 @@ def find_experts(base: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
         if path and (named or listed) and not any(path.startswith(f"{above}.") for above in found):
             found.append(path)
     return tuple(found)
+
+
+def choose_granularity(asked: str, base: nn.Module, blocks: Iterable[str]) -> tuple[str, str]:
+    """The granularity, and why: `auto` is `layer` where a block is compiled, else `adapter`."""
+    if asked != "auto":
+        return asked, "as asked"
+    located = places(base)
+    compiled = next((path for path in blocks if located[path].compiled), None)
+    if compiled is None:
+        return "adapter", "an inactive adapter then never travels"
+    return "layer", f"{compiled} is compiled, and hooks of adapter units would break its graph"
 
 
 def expert_blocks(base: nn.Module, blocks: Iterable[str]) -> list[str]:

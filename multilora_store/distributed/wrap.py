@@ -36,6 +36,7 @@ from multilora_store.distributed.units import (
     Unit,
     UnitPlan,
     block_of,
+    choose_granularity,
     expert_blocks,
     find_blocks,
     plan_units,
@@ -177,15 +178,7 @@ def _decide(model: nn.Module, options: Options, mesh: DeviceMesh) -> tuple[UnitP
     base = innermost(model)
     record(model).base  # noqa: B018  # identified now: once sharded its values can no longer be sampled
     blocks = find_blocks(base, options.blocks)
-    granularity, reason = options.granularity, "as asked"
-    if granularity == "auto":
-        compiled = [path for path in blocks if places(base)[path].compiled]
-        granularity = "layer" if compiled else "adapter"
-        reason = (
-            f"{compiled[0]} is compiled, and hooks of adapter units would break its graph"
-            if compiled
-            else "an inactive adapter then never travels"
-        )
+    granularity, reason = choose_granularity(options.granularity, base, blocks)
     plan = plan_units(model, list(blocks))
     if options.backend == "fsdp1":
         fsdp1.check(model, plan, mesh, blocks)

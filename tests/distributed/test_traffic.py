@@ -37,7 +37,7 @@ def many(count: int) -> dict[str, dict[str, Any]]:
 
 
 def traffic(root: str) -> dict[str, dict[str, Any]]:
-    kinds = {"one": ("adapter", 1), "many": ("adapter", 12), "layer": ("layer", 12)}
+    kinds = {"one": ("adapter", 1), "many": ("adapter", 12), "most": ("adapter", 32), "layer": ("layer", 12)}
     return {label: count_bytes(*kind, f"{root}/{label}") for label, kind in kinds.items()}
 
 
@@ -104,9 +104,9 @@ def test_an_inactive_adapter_does_not_travel_and_the_plan_says_the_bytes(world: 
     from multilora_store.distributed import plan
 
     every = results(traffic, world, str(tmp_path))
-    one, twelve, layer = (every[0][label] for label in ("one", "many", "layer"))
-    assert one["step"] == twelve["step"]
-    assert one["forward"] == twelve["forward"]
+    one, twelve, most, layer = (every[0][label] for label in ("one", "many", "most", "layer"))
+    assert one["step"] == twelve["step"] == most["step"]
+    assert one["forward"] == twelve["forward"] == most["forward"]
     assert layer["step"] > twelve["step"]
     assert sum(each["many"]["alltoall"] for each in every) == twelve["adapters"], "adapter bytes, once"
     for granularity, found in (("adapter", twelve), ("layer", layer)):
@@ -119,13 +119,14 @@ def test_an_inactive_adapter_does_not_travel_and_the_plan_says_the_bytes(world: 
         assert foretold.base_local_nbytes == found["base local"]
         assert foretold.units == found["units"]
         assert foretold.save_nbytes == found["adapters"]
+    assert plan(toys.Toy(), many(2), world_size=world, granularity="auto").granularity == "adapter"
 
 
 def test_plan_refuses_what_it_does_not_know() -> None:
     from multilora_store.distributed import plan
 
     base = toys.Toy()
-    for options in ({"optimizer": "adam8"}, {"granularity": "auto"}, {"replicas": 3}, {"active": ["zz"]}):
+    for options in ({"optimizer": "adam8"}, {"granularity": "auto?"}, {"replicas": 3}, {"active": ["zz"]}):
         with pytest.raises(UsageError):
             plan(base, many(1), world_size=4, **options)
 
