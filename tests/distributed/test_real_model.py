@@ -42,7 +42,10 @@ def sharded_losses(folder: str, shared: str, store_url: str, saved_url: str, bac
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     found = {}
     each = [(name,) for name in ADAPTERS]
-    for active in EXPECTED_LOSSES if mode == "save" else each if backend != "plain" else each[-1:]:
+    wanted = each[-1:]
+    if backend == "fsdp2":
+        wanted = list(EXPECTED_LOSSES) if mode == "save" else each
+    for active in wanted:
         activate(model, dict.fromkeys(active, 1.0))
         texts = active or ("safety",)
         found[active] = {text: heldout_loss_by_ranks(model, tokenizer, Path(shared), text) for text in texts}

@@ -95,7 +95,7 @@ def training() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_gradients_equal_the_reference_however_one_trains(world: int) -> None:
     """Cases 19, 21, 25, 74, 75: switching within accumulation, after evaluation, checkpointed, in mixed precision."""
     for each in results(training, world, timeout=240):
@@ -135,7 +135,7 @@ def experts() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_experts_that_each_rank_routes_to_differently(world: int) -> None:
     """Case 64: adapters on experts are in the block's unit, so every rank runs the same units."""
     for each in results(experts, world):

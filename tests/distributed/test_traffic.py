@@ -99,7 +99,7 @@ def test_an_inactive_adapter_takes_no_memory_unsharded() -> None:
         assert [each["layer"][f"m{i}"] for i in (1, 2, 3)] == [each["layer"]["m0"]] * 3, "what a unit a block costs"
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_an_inactive_adapter_does_not_travel_and_the_plan_says_the_bytes(world: int, tmp_path: Path) -> None:
     from multilora_store.distributed import plan
 

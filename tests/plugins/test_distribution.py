@@ -134,7 +134,7 @@ def test_its_audit_check_is_part_of_the_doctor(python: Path, tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long  # CI does the same with the wheel that it builds
 def test_our_own_sdist_gives_a_wheel_whose_guards_a_team_can_use(tmp_path: Path) -> None:
     """An index would take both; the fixtures are there without a conftest, and what was installed is what runs."""
     sdist, wheel = sorted(built(ROOT, tmp_path), key=lambda file: file.suffix != ".gz")
