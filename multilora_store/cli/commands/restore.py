@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,8 @@ from multilora_store.cli.schema import RestoreOptions
 from multilora_store.cli.stores import local_path, opened_store
 from multilora_store.cli.terminal import Terminal
 from multilora_store.errors import UsageError
-from multilora_store.manifest import AdapterSpec, Lock, LockEntry
 
 if TYPE_CHECKING:
-    from multilora_store.storage import Snapshot, Version
     from multilora_store.storage.diff import StateDiff
 
 __all__ = ["run"]
@@ -32,6 +29,7 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
         )
     if options.to is not None:
         return _state_of(options.to, options, terminal)
+    from multilora_store.assembly.resolve import lock_snapshot
     from multilora_store.storage.progress import Meter
 
     assert options.target is not None, "one of the two is given"
@@ -40,6 +38,7 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is not an empty folder", remedy="name a new folder, or empty this one")
     snapshot = store.snapshot(options.snapshot)
+    locked = lock_snapshot(store, snapshot.id)
     rows, files = [], []
     versions = {name: store.resolve(f"{name}@{member.version}") for name, member in snapshot.adapters.items()}
     sizes = [version.nbytes for version in versions.values()] + [file.size for file in snapshot.files.values()]
@@ -56,7 +55,7 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
             meter.add(snapshot.files[path].size)
     target.mkdir(parents=True, exist_ok=True)
     lock = target / "set.lock.json"
-    lock.write_text(_lock_of(snapshot, versions, store.url).to_json(), encoding="utf-8")
+    lock.write_text(locked.to_json(), encoding="utf-8")
     document = {
         "store": store.url,
         "snapshot": snapshot_document(snapshot),
@@ -66,22 +65,6 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     }
     view: list[Table | str] = [Table(columns=("adapter", "version", "folder"), rows=rows), f"lock: {lock}"]
     return Outcome(document=document, view=[*view, *(f"file: {path}" for path in files)])
-
-
-def _lock_of(snapshot: Snapshot, versions: Mapping[str, Version], url: str) -> Lock:
-    """The snapshot's set with its states, each adapter pinned to its version."""
-    entries = {}
-    for name, version in versions.items():
-        member = snapshot.adapters[name]
-        spec = AdapterSpec(
-            name=name,
-            source=f"{name}@{version.id}",
-            active=member.active,
-            trainable=member.trainable,
-            weight=member.weight,
-        )
-        entries[name] = LockEntry(spec=spec, version=version.id, digest=version.digest, store=url)
-    return Lock(entries=entries, snapshot=snapshot.id)
 
 
 def _state_of(to: str, options: RestoreOptions, terminal: Terminal) -> Outcome:
