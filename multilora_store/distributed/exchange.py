@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.layout import TensorLayout
 
-__all__ = ["Item", "broadcast_from_owners", "broadcast_replicas", "gather_to_owners", "scatter_from_owners"]
+__all__ = ["Item", "broadcast_from_owners", "broadcast_replicas", "gather_to_owners", "group_of", "scatter_from_owners"]
 
 
 @dataclass(frozen=True)
@@ -199,3 +200,12 @@ def _device(round_: Mapping[int, Sequence[Item]], group: dist.ProcessGroup) -> t
         return torch.device("cpu")
     tensor = next(item.tensor for items in round_.values() for item in items if item.tensor is not None)
     return tensor.device
+
+
+def group_of(items: Mapping[int, Sequence[Item]], ranks: Ranks) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+    """The shard group of the items and its members; without a group, all ranks."""
+    for each in items.values():
+        for item in each:
+            if item.layout.group is not None:
+                return item.layout.group, item.layout.members
+    return None, ranks.members

@@ -16,11 +16,11 @@ from multilora_store.distributed.exchange import (
     Item,
     broadcast_from_owners,
     broadcast_replicas,
+    group_of,
     scatter_from_owners,
 )
 from multilora_store.distributed.layout import layout_of
 from multilora_store.distributed.owners import BUDGET, plan_rounds
-from multilora_store.distributed.saving import group_of
 from multilora_store.distributed.sharded import backend_of, mesh_of
 from multilora_store.errors import UnsupportedError, UsageError
 

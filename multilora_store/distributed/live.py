@@ -26,11 +26,11 @@ from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.filling import readers_of
 from multilora_store.distributed.guards import unguarded
 from multilora_store.distributed.internals import collect_root_again, forget_parameters, require
+from multilora_store.distributed.kept import kept_versions
 from multilora_store.distributed.layout import layouts
 from multilora_store.distributed.optimizer import read_options
 from multilora_store.distributed.places import places
 from multilora_store.distributed.restoring import check_coverage, fill
-from multilora_store.distributed.saving import kept_versions
 from multilora_store.distributed.sharded import backend_of, mesh_of, ranks_of, reshard, wrapping_of
 from multilora_store.distributed.units import plan_units
 from multilora_store.distributed.wrap import wrap_units

@@ -18,10 +18,10 @@ from multilora_store.distributed.agreement import Ranks
 from multilora_store.distributed.exchange import Item
 from multilora_store.distributed.filling import give_memory, readers_of, scatter
 from multilora_store.distributed.idle import give_idle_no_gradient
+from multilora_store.distributed.kept import kept_versions, local_digest
 from multilora_store.distributed.layout import AdapterLayout, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
-from multilora_store.distributed.saving import kept_versions, local_digest
 from multilora_store.distributed.sharded import mesh_of, ranks_of, reshard
 from multilora_store.errors import CoverageError, UsageError, choices
 from multilora_store.storage import PeftFolder, Snapshot, Store, StoredAdapter, StoreLike, Version, as_store

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias, overload
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from multilora_store.adapter import content_digest, storage_name
-from multilora_store.assembly.bridge import Member, active_adapters, peft_model, record, trainable_adapters
+from multilora_store.assembly.bridge import Member, active_adapters, record, trainable_adapters
 from multilora_store.distributed import optimizer as optimizers
 from multilora_store.distributed.agreement import Ranks
-from multilora_store.distributed.auditing import checksum
-from multilora_store.distributed.exchange import Item, gather_to_owners
+from multilora_store.distributed.exchange import Item, gather_to_owners, group_of
 from multilora_store.distributed.handle import SaveHandle
+from multilora_store.distributed.kept import kept_versions, local_digest, unchanged
 from multilora_store.distributed.layout import AdapterLayout, describe_set, layouts
 from multilora_store.distributed.owners import BUDGET, assign_owners, plan_rounds
 from multilora_store.distributed.random import RANDOM_FILE, encode_random, random_state
@@ -39,7 +36,7 @@ from multilora_store.storage import (
 from multilora_store.storage.codec import encode, nonfinite
 from multilora_store.storage.progress import Listener, Meter
 
-__all__ = ["Payload", "SaveHandle", "group_of", "kept_versions", "local_digest", "save"]
+__all__ = ["Payload", "SaveHandle", "save"]
 
 FORMAT: Final = 1
 
@@ -88,7 +85,6 @@ class _Job:
 
 
 _in_flight: SaveHandle | None = None
-_kept: WeakKeyDictionary[nn.Module, dict[str, tuple[str, str, Version]]] = WeakKeyDictionary()
 
 
 @overload
@@ -194,7 +190,7 @@ def _prepare(
     parts = optimizers.collect(optimizer, held, ranks) if optimizer is not None else {}
     snapshot_id, known = ranks.from_first("save", lambda: (store.new_snapshot_id(), _known(store, held)))
     fresh = {name: local_digest(adapter) for name, adapter in held.items()}
-    same = _unchanged(model, store, ranks, fresh, known)
+    same = unchanged(model, store, ranks, fresh, known)
     active, trainable = active_adapters(model), trainable_adapters(model)
     members = {
         name: SnapshotMember(
@@ -274,34 +270,6 @@ def _served(held: Mapping[str, AdapterLayout], profile: str, *, told: bool) -> d
     return {"profiles": {profile: report.summary()}}
 
 
-def local_digest(adapter: AdapterLayout) -> str:
-    """A digest of this rank's pieces of one adapter."""
-    total = hashlib.sha256(repr(adapter.config.canonical()).encode())
-    for key, layout in adapter.layouts.items():
-        total.update(f"{key} {layout.shape} {layout.dim} {layout.bounds}".encode())
-        total.update(checksum(layout.local(adapter.tensors[key])).encode())
-    return total.hexdigest()
-
-
-def kept_versions(model: nn.Module) -> dict[str, tuple[str, str, Version]]:
-    """Name -> (store URL, local digest, version) as the last save or restore left it."""
-    return _kept.setdefault(peft_model(model), {})
-
-
-def _unchanged(
-    model: nn.Module, store: Store, ranks: Ranks, fresh: Mapping[str, str], known: Mapping[str, Mapping[str, Version]]
-) -> dict[str, Version]:
-    """Adapters whose pieces no rank has touched since they were a version that this store still holds."""
-    kept = kept_versions(model)
-    mine = [
-        name
-        for name, digest in fresh.items()
-        if name in kept and kept[name][:2] == (store.url, digest) and kept[name][2].id in known.get(name, {})
-    ]
-    everywhere = set(mine).intersection(*map(set, ranks.share("unchanged adapters", mine)))
-    return {name: kept[name][2] for name in fresh if name in everywhere}
-
-
 def _adapter_payload(job: _Job, model: nn.Module, adapter: AdapterLayout) -> Payload:
     items = [Item(key, adapter.layouts[key], tensor) for key, tensor in adapter.tensors.items()]
     member = record(model).member(adapter.name)
@@ -372,14 +340,6 @@ def _gathered(job: _Job, payloads: Sequence[Payload], budget: int) -> Iterator[M
 def _labelled(item: Item, key: str) -> Item:
     """The item under a label that is unique in its round."""
     return Item(f"{key}:{item.label}", item.layout, item.tensor)
-
-
-def group_of(items: Mapping[int, Sequence[Item]], ranks: Ranks) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
-    for each in items.values():
-        for item in each:
-            if item.layout.group is not None:
-                return item.layout.group, item.layout.members
-    return None, ranks.members
 
 
 def _deliver(job: _Job, moved: Moved) -> None:

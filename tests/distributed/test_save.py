@@ -43,9 +43,8 @@ def digests(model: Any) -> dict[str, str]:
     import torch.distributed as dist
 
     from multilora_store.distributed.auditing import checksum
-    from multilora_store.distributed.exchange import Item, gather_to_owners
+    from multilora_store.distributed.exchange import Item, gather_to_owners, group_of
     from multilora_store.distributed.layout import layouts
-    from multilora_store.distributed.saving import group_of
     from multilora_store.distributed.sharded import ranks_of, reshard
 
     reshard(model)
