@@ -14,28 +14,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from multilora_store.errors import DisagreementError, MultiLoRAError, RankFailedError, UsageError
+from multilora_store.distributed.disagreement import canonical, disagreement, joined
+from multilora_store.errors import MultiLoRAError, RankFailedError, UsageError
 
-__all__ = ["Patience", "Ranks", "differences", "patience", "ranks_of_mesh", "world"]
+__all__ = ["Patience", "Ranks", "patience", "ranks_of_mesh", "world"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SHOWN_DIFFERENCES: Final = 12
-_MISSING: Final = "missing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,14 +163,14 @@ class Ranks:
         if error is not None:
             raise error
         self._raise_failure(subject, reports)
-        raise _disagreement(subject, reports, self.members)
+        raise disagreement(subject, reports, self.members)
 
     def _raise_failure(self, subject: str, reports: Sequence[tuple[str, Any, tuple[str, str] | None]]) -> None:
         failed = {rank: report[2] for rank, report in zip(self.members, reports, strict=True) if report[2] is not None}
         if not failed:
             return
         rank, (kind, message) = next(iter(failed.items()))
-        others = "" if len(failed) == 1 else f" (and ranks {_join(list(failed)[1:])})"
+        others = "" if len(failed) == 1 else f" (and ranks {joined(list(failed)[1:])})"
         raise RankFailedError(
             f"rank {rank}{others} failed during {subject}: {kind}: {message.splitlines()[0] if message else ''}",
             why="\n".join(message.splitlines()[1:]),
@@ -193,7 +189,7 @@ class Ranks:
                     "%s: waited %.0f s for rank %s; giving up after %.0f s",
                     subject,
                     limits.late,
-                    _join(absent),
+                    joined(absent),
                     limits.fail,
                 )
                 if not _wait(work, max(limits.fail - limits.late, 0.001)):
@@ -210,7 +206,7 @@ class Ranks:
         except (RuntimeError, TimeoutError) as error:
             absent = self._absent(turn)
             raise RankFailedError(
-                f"{'rank ' + _join(absent) if absent else 'a rank'} stopped answering during {subject}",
+                f"{'rank ' + joined(absent) if absent else 'a rank'} stopped answering during {subject}",
                 why=str(error).splitlines()[0],
                 remedy="look at that rank's log; start all ranks again, the last committed snapshot is whole",
                 subject=subject,
@@ -287,76 +283,4 @@ def _wait(work: Any, seconds: float) -> bool:
 
 def _hash_word(value: Any) -> int:
     """63 bits of a SHA-256, which gloo reduces faster than more of them."""
-    return int.from_bytes(hashlib.sha256(_canonical(value).encode()).digest()[:8], "big") >> 1
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
-
-
-def differences(given: Sequence[Any]) -> dict[str, list[Any]]:
-    """Path -> what each rank has there, for every place where these JSON-like values differ, shallow ones first.
-
-    Where a whole branch is missing on some rank, the branch is named, not its leaves.
-    """
-    found = dict(_differing([json.loads(_canonical(value)) for value in given], ""))
-    return dict(sorted(found.items(), key=lambda item: item[0].count(".") + item[0].count("[")))
-
-
-def _differing(values: list[Any], path: str) -> Iterator[tuple[str, list[Any]]]:
-    if all(isinstance(value, dict) for value in values):
-        for key in sorted({key for value in values for key in value}):
-            yield from _differing([value.get(key, _MISSING) for value in values], f"{path}.{key}" if path else key)
-    elif all(isinstance(value, list) for value in values):
-        for index in range(max(map(len, values))):
-            items = [value[index] if index < len(value) else _MISSING for value in values]
-            yield from _differing(items, f"{path}[{index}]")
-    elif any(value != values[0] for value in values):
-        yield path or "value", [_MISSING if v is _MISSING else _brief(v, values) for v in values]
-
-
-def _brief(value: Any, values: list[Any]) -> Any:
-    return "present" if _MISSING in values and isinstance(value, (dict, list)) and value else value
-
-
-def _disagreement(subject: str, reports: Sequence[Any], members: Sequence[int]) -> DisagreementError:
-    subjects = [report[0] for report in reports]
-    if len(set(subjects)) > 1:
-        given: list[Any] = [{"call": name} for name in subjects]
-    else:
-        given = [report[1] for report in reports]
-    found = differences(given)
-    lines = [f"  {path}: {_by_rank(values, members)}" for path, values in list(found.items())[:SHOWN_DIFFERENCES]]
-    if len(found) > SHOWN_DIFFERENCES:
-        lines.append(f"  and {len(found) - SHOWN_DIFFERENCES} more")
-    odd = sorted({members[i] for values in found.values() for i in _minority(values)})
-    return DisagreementError(
-        f"ranks disagree on {' / '.join(dict.fromkeys(subjects))}: rank {_join(odd)} differs",
-        why="\n".join(lines),
-        remedy="give every rank the same configuration and make the same calls in the same order",
-        subject=subject,
-        ranks=odd,
-        differences=found,
-    )
-
-
-def _minority(values: Sequence[Any]) -> list[int]:
-    """Places whose value is not the commonest; on a tie, not that of the first place."""
-    keys = [_canonical(value) for value in values]
-    counts = Counter(keys)
-    top = max(counts.values())
-    usual = next(key for key in keys if counts[key] == top)
-    return [place for place, key in enumerate(keys) if key != usual]
-
-
-def _by_rank(values: Sequence[Any], members: Sequence[int]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, value in zip(members, values, strict=True):
-        groups.setdefault(value if isinstance(value, str) else _canonical(value), []).append(rank)
-    return "; ".join(
-        f"{value} on rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}" for value, ranks in groups.items()
-    )
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
+    return int.from_bytes(hashlib.sha256(canonical(value).encode()).digest()[:8], "big") >> 1

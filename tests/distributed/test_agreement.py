@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from launch import launch, results
 
-from multilora_store.distributed.agreement import Patience, differences, patience, world
+from multilora_store.distributed.agreement import Patience, patience, world
+from multilora_store.distributed.disagreement import differences
 from multilora_store.errors import DisagreementError, RankFailedError, UsageError
 
 
