@@ -8,13 +8,11 @@ import json
 import logging
 import math
 import os
-import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
@@ -23,11 +21,19 @@ from transformers.trainer_utils import SaveStrategy
 from multilora_store.assembly.bridge import peft_model
 from multilora_store.distributed import restore, save
 from multilora_store.distributed.agreement import Ranks
-from multilora_store.distributed.random import RANDOM_FILE, decode_random, set_random_state
+from multilora_store.distributed.random import set_random_state
 from multilora_store.distributed.schedule import retain
 from multilora_store.distributed.sharded import backend_of, ranks_of, wrapping_of
-from multilora_store.errors import DamagedError, ShardedModelError, UnsupportedError, UsageError
+from multilora_store.errors import ShardedModelError, UnsupportedError, UsageError
 from multilora_store.integrations.accelerate import mark_prepared, plain_optimizer
+from multilora_store.integrations.trainer_state import (
+    FORMAT,
+    TRAINER_FILE,
+    plain,
+    python_random_state,
+    read_trainer,
+    set_python_random_state,
+)
 from multilora_store.storage import Snapshot, Store
 
 if TYPE_CHECKING:
@@ -38,8 +44,6 @@ __all__ = ["MultiLoRACallback", "for_trainer", "resume"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 1
-TRAINER_FILE: Final = "trainer.json"
 # What Trainer.train(resume_from_checkpoint=...) reads a folder by; replaced while it resumes from a snapshot.
 _LOADERS: Final = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
 
@@ -191,9 +195,9 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         content = {
             "format": FORMAT,
             "state": {**dataclasses.asdict(state), "stateful_callbacks": self._callbacks(state)},
-            "scheduler": None if scheduler is None else _plain(scheduler.state_dict(), type(scheduler).__name__),
+            "scheduler": None if scheduler is None else plain(scheduler.state_dict(), type(scheduler).__name__),
             "scaler": self._scaler(),
-            "random": ranks.share("random state of Python and NumPy", _random_state()),
+            "random": ranks.share("random state of Python and NumPy", python_random_state()),
         }
         return {TRAINER_FILE: json.dumps(content, sort_keys=True).encode()}
 
@@ -210,7 +214,7 @@ class MultiLoRACallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     def _scaler(self) -> dict[str, Any] | None:
         accelerator = None if self._trainer is None else self._trainer.accelerator
         scaler = getattr(accelerator, "scaler", None)
-        return None if scaler is None else _plain(scaler.state_dict(), "the loss scaler")
+        return None if scaler is None else plain(scaler.state_dict(), "the loss scaler")
 
 
 def _judged(args: TrainingArguments, state: TrainerState, metrics: Mapping[str, float]) -> TrainerState:
@@ -271,34 +275,12 @@ def resume(trainer: Trainer, store: Store, *, snapshot: str = "latest") -> Train
             remedy="use transformers 5.24, which this is tested with",
         )
     ranks = ranks_of(trainer.model)
-    source, content, states = ranks.from_first("resume", lambda: _read(store, snapshot))
+    source, content, states = ranks.from_first("resume", lambda: read_trainer(store, snapshot))
     with tempfile.TemporaryDirectory(prefix="multilora-resume-") as folder:
         state = Path(folder, "trainer_state.json")
         state.write_text(json.dumps(content["state"]))
         with _standing_in(trainer, store, source, content, states):
             return trainer.train(resume_from_checkpoint=folder)
-
-
-def _read(store: Store, wanted: str) -> tuple[Snapshot, dict[str, Any], list[dict[str, bytes]]]:
-    found = store.snapshot(wanted)
-    path, files = f"extra/{TRAINER_FILE}", store.snapshot_files(found)
-    if path not in files or RANDOM_FILE not in files:
-        raise UsageError(
-            f"snapshot {found.id} was not saved by a trainer with its optimizer",
-            why=f"it lacks {path if path not in files else 'the state of an optimizer'}",
-            remedy="restore() its weights and start a new training, or choose a snapshot of MultiLoRACallback",
-        )
-    try:
-        content = json.loads(store.read_snapshot_file(found, path))
-        whole = content["format"] == FORMAT and isinstance(content["state"], dict)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{path} of snapshot {found.id} is not a trainer's state", why=repr(error)) from error
-    if not whole:
-        raise DamagedError(
-            f"{path} of snapshot {found.id} has format {content['format']!r}, this reads {FORMAT}",
-            remedy="resume it with the version that saved it",
-        )
-    return found, content, decode_random(store.read_snapshot_file(found, RANDOM_FILE))
 
 
 @contextlib.contextmanager
@@ -325,7 +307,7 @@ def _standing_in(
         ranks = ranks_of(trainer.model)
         if len(states) == ranks.size == len(content["random"]):
             set_random_state(states[ranks.rank])
-            _set_random_state(content["random"][ranks.rank])
+            set_python_random_state(content["random"][ranks.rank])
 
     stand_ins = (lambda *_, **__: None, load_all, load_scaler, load_random)
     trainer.__dict__.update(zip(_LOADERS, stand_ins, strict=True))
@@ -334,44 +316,3 @@ def _standing_in(
     finally:
         for name in _LOADERS:
             trainer.__dict__.pop(name, None)
-
-
-def _random_state() -> dict[str, Any]:
-    """This process's states of Python's and NumPy's generators, as JSON has them; torch's are saved with the set."""
-    import numpy as np
-
-    version, words, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, [int(key) for key in keys], int(place), int(has_gauss), float(cached)],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    import numpy as np
-
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, place, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-
-
-def _plain(value: Any, what: str) -> Any:
-    """`value` as JSON has it.
-
-    Raises:
-        UnsupportedError: it holds more than numbers, texts, lists and mappings of texts.
-    """
-    if isinstance(value, torch.Tensor) and value.ndim == 0:
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, what) for item in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, what) for key, item in value.items()}
-    raise UnsupportedError(
-        f"{what} keeps a {type(value).__name__} in its state, which cannot be stored without a pickle",
-        remedy="use a scheduler whose state is plain numbers, as those of transformers.get_scheduler are",
-    )

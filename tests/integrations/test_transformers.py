@@ -164,11 +164,11 @@ def test_a_set_of_another_rank_is_refused_and_the_trainer_is_as_before(store: St
 
 
 def test_a_scheduler_whose_state_is_no_plain_data_is_refused(store: Store, tmp_path: Path) -> None:
-    from multilora_store.integrations.transformers import _plain
+    from multilora_store.integrations.trainer_state import plain
 
-    assert _plain({"a": (1, 2.5, None), "b": torch.tensor(3)}, "x") == {"a": [1, 2.5, None], "b": 3}
+    assert plain({"a": (1, 2.5, None), "b": torch.tensor(3)}, "x") == {"a": [1, 2.5, None], "b": 3}
     with pytest.raises(UnsupportedError, match="keeps a Tensor"):
-        _plain({"a": torch.zeros(2)}, "MyScheduler")
+        plain({"a": torch.zeros(2)}, "MyScheduler")
 
 
 def test_only_a_sharded_model_is_marked_for_the_trainer() -> None:
