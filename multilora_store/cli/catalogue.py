@@ -170,6 +170,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
             "merge '+adapters=[a,b]' merge=ties merge.into=ab merge.params.density=0.3 merge.rank=16",
             "merge '+adapters=[a,b]' merge=ties merge.into=ab dry_run=true",
         ),
+        demo=True,
     ),
     Command(
         name="sync",

@@ -18,12 +18,12 @@ __all__ = ["local_path", "opened_store", "store_for_set", "store_if_any"]
 
 
 def opened_store(options: Common, terminal: Terminal) -> Store:
-    """The configured store.
+    """The configured store; the demo's is filled first.
 
     Raises:
         UsageError: none is configured.
     """
-    store = store_if_any(options, terminal)
+    store = store_for_set(options, terminal)
     if store is None:
         raise UsageError(
             "no store is configured",

@@ -200,6 +200,15 @@ def test_assemble_the_demo(run: Run) -> None:
     ]
 
 
+def test_every_command_of_the_demo_may_be_the_first(run: Run) -> None:
+    merged = run("merge '+adapters=[a,b]' merge=linear merge.into=ab")
+    assert merged.code == 0, merged.err
+    assert merged.err.startswith("This is the embedded demo")
+    assert run("assemble '+adapters=[ab]'").code == 0
+    listed = run("list output=json").document["adapters"]
+    assert [adapter["name"] for adapter in listed] == ["a", "ab", "b", "c"]
+
+
 def test_assemble_says_everything_as_json(run: Run, store: str) -> None:
     line = f"assemble '+adapters=[b,a@best]' store={store} base=demo output=json"
     document = run(line).document
