@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 __all__ = ["Decomposition", "LowRank", "is_finite", "relative_distance"]
+
+_CONDITION: Final = 1e3  # of columns whose Gram matrix stands for them: its square costs six of sixteen digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +156,25 @@ class LowRank:
         """The best approximation of at most `rank`, and the norm of the whole, which comes with it.
 
         With the right singular vectors v the approximation is `(delta v) v.T`: only one side needs an orthonormal
-        basis, and only `rank` columns of either are formed.
+        basis, and only `rank` columns of either are formed. Triangles from Gram matrices cost a quarter of QR, and are
+        taken where both factors are well conditioned: every singular value is then right to 1e-9 of itself.
         """
-        core_left = torch.linalg.qr(self.up, mode="r").R
-        right, core_right = torch.linalg.qr(self.down.mT)
+        left, right = _gram_triangle(self.up), _gram_triangle(self.down.mT)
+        if left is None or right is None:
+            core_left = torch.linalg.qr(self.up, mode="r").R
+            basis, core_right = torch.linalg.qr(self.down.mT)
+        else:
+            core_left, core_right = left, right
         _, s, vh = torch.linalg.svd(core_left @ core_right.mT, full_matrices=False)
         v = vh[:, :rank].mT
         root = s[:, :rank].sqrt()
         inverse = torch.where(root > 0, 1.0 / root, 0.0)
         up = self.up @ ((core_right.mT @ v) * inverse[:, None, :])
-        return LowRank(up, (right @ v).mT * root[:, :, None]), float(torch.linalg.vector_norm(s))
+        if left is None or right is None:
+            down = (basis @ v).mT
+        else:
+            down = torch.linalg.solve_triangular(core_right, v, upper=True).mT @ self.down
+        return LowRank(up, down * root[:, :, None]), float(torch.linalg.vector_norm(s))
 
     def padded(self, rank: int) -> LowRank:
         """The same delta with factors of exactly `rank` columns, the new ones zero."""
@@ -178,6 +190,24 @@ class LowRank:
     def is_finite(self) -> bool:
         """Whether no factor holds an infinity or a NaN."""
         return is_finite(self.up) and is_finite(self.down)
+
+
+def _gram_triangle(columns: Tensor) -> Tensor | None:
+    """R of a QR decomposition of (groups, m, r), by Cholesky from the Gram matrix; None where that is inexact.
+
+    The relative error of R is the rounding of float64 times the square of the condition number of the columns, scaled
+    to length 1 (Yamamoto et al., Roundoff error analysis of the CholeskyQR2 algorithm, 2015).
+    """
+    if columns.shape[2] > columns.shape[1]:
+        return None
+    gram = columns.mT @ columns
+    length = gram.diagonal(dim1=1, dim2=2).sqrt()
+    triangle, failed = torch.linalg.cholesky_ex(gram / (length[:, :, None] * length[:, None, :]), upper=True)
+    if bool(failed.any()):
+        return None
+    inverse = torch.linalg.solve_triangular(triangle, torch.eye(triangle.shape[1], dtype=triangle.dtype), upper=True)
+    sizes = torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse)
+    return triangle * length[:, None, :] if bool((sizes <= _CONDITION).all()) else None
 
 
 def is_finite(values: Tensor) -> bool:

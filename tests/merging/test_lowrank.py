@@ -60,6 +60,24 @@ def test_a_truncation_is_the_best_approximation_of_every_group(one: list[LowRank
     torch.testing.assert_close(delta.padded(delta.rank + 3).dense(), delta.dense())
 
 
+@pytest.mark.parametrize("apart", [1.0, 1e-1, 1e-2, 3e-3, 1e-3, 1e-4, 1e-6, 1e-9, 0.0])
+@pytest.mark.parametrize("size", [1.0, 1e-12])
+def test_a_truncation_is_exact_for_factors_that_nearly_depend_on_each_other(apart: float, size: float) -> None:
+    random = torch.Generator().manual_seed(0)
+    up, down, near_up, near_down = (
+        torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((2, 60, 4), (2, 4, 50)) * 2
+    )
+    one, other = LowRank.of(up, down), LowRank.of(up + apart * near_up, (down + apart * near_down) * size, 1 / size)
+    difference = LowRank.total([one, other], [1.0, -1.0])  # of the size of `apart`, its factors of size 1
+    exact = difference.dense()
+    values = torch.linalg.svdvals(exact)
+    for rank in (8, 3):
+        found, norm = difference.truncate_and_norm(rank)
+        lost = float(values[:, rank:].norm())
+        assert float((found.dense() - exact).norm()) == pytest.approx(lost, rel=1e-8, abs=1e-8 * apart + 1e-13)
+        assert norm == pytest.approx(float(values.norm()), rel=1e-8, abs=1e-13)
+
+
 def test_the_difference_of_equal_deltas_has_no_norm_left() -> None:
     random = torch.Generator().manual_seed(0)
     delta = LowRank.of(torch.randn(40, 4, generator=random), torch.randn(4, 30, generator=random), 2.0)
