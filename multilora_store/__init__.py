@@ -5,6 +5,7 @@ Public names are loaded on first use: importing the package imports neither torc
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.lazy import lazy
@@ -90,6 +91,7 @@ def __getattr__(name: str) -> Any:
     return _load(name)
 
 
+@cache
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version  # a fifth of the time that importing us takes
 

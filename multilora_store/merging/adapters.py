@@ -268,6 +268,10 @@ def _run(
         return result
 
     settle_heap()
+    if min(workers, len(plans)) == 1:
+        with _one_thread_each():
+            torch.set_num_threads(1)
+            return [merge_one(*one) for one in zip(plans, sizes, strict=True)]
     with _one_thread_each(), ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         futures = [pool.submit(merge_one, *one) for one in zip(plans, sizes, strict=True)]
         try:
