@@ -1,6 +1,7 @@
 """A lone safetensors file as a source: weights that came without their adapter_config.json.
 
-    multilora-store assemble '+adapters={a: {source: "bare:///data/lora.safetensors?alpha=16"}}' plugins=[bare_file] ...
+    multilora-store assemble '+adapters={a: {source: "bare:///data/lora.safetensors#alpha=16"}}' plugins=[bare_file] ...
+    multilora-store import /data/lora.safetensors plugins=[bare_file] reader=bare reader.params.alpha=16
 
 Rank and targets are read off the tensors. Alpha cannot be: give it, else it is the rank, which scales by one.
 """
@@ -10,11 +11,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
 
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
-from multilora_store.errors import DamagedError, UsageError
+from multilora_store.errors import DamagedError
 from multilora_store.plugins import plugin
+from multilora_store.storage.dialects import source
 
 if TYPE_CHECKING:
     from multilora_store.storage import PeftFolder
@@ -23,8 +24,13 @@ __all__ = ["read_bare"]
 
 
 @plugin("source", name="bare")
-def read_bare(source: str) -> PeftFolder:
-    """Read `bare:///file.safetensors?alpha=16` as a PEFT adapter; ranks may differ between modules.
+@source("bare")
+def read_bare(location: str, *, alpha: float | None = None) -> PeftFolder:
+    """Read a lone safetensors file as a PEFT adapter; ranks may differ between modules.
+
+    Args:
+        location: The file, on this machine.
+        alpha: One for the whole file; None: the largest rank.
 
     Raises:
         UsageError: a parameter other than alpha, or an alpha that is no number.
@@ -34,12 +40,7 @@ def read_bare(source: str) -> PeftFolder:
 
     from multilora_store.storage import PeftFolder
 
-    path, _, query = source.partition("://")[2].partition("?")
-    given = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
-    if set(given) - {"alpha"} or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", given.get("alpha", "1")):
-        raise UsageError(
-            f"{source!r}: the one parameter is alpha, a number", remedy="bare:///file.safetensors?alpha=16"
-        )
+    path = location
     try:
         raw = load_file(Path(path).expanduser())
     except Exception as error:  # safetensors raises an exception class of its own beside OSErrors
@@ -56,9 +57,9 @@ def read_bare(source: str) -> PeftFolder:
         raise DamagedError(f"{path}: no pair of lora_A and lora_B of one rank for {', '.join(odd[:3]) or 'any module'}")
     largest = max(sides["A"] for sides in ranks.values())
     smaller = {module: sides["A"] for module, sides in ranks.items() if sides["A"] != largest}
-    alpha = float(given.get("alpha", largest))
-    config = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha, "target_modules": sorted(ranks)}
+    scale = largest if alpha is None else alpha
+    config = {"peft_type": "LORA", "r": largest, "lora_alpha": scale, "target_modules": sorted(ranks)}
     if smaller:  # one alpha for the file: scaled by alpha / largest everywhere
-        scaled = {module: alpha * rank / largest for module, rank in smaller.items()}
+        scaled = {module: scale * rank / largest for module, rank in smaller.items()}
         config.update({"rank_pattern": smaller, "alpha_pattern": scaled})
     return PeftFolder(config=AdapterConfig.parse(config, where=path), tensors=tensors, where=path)

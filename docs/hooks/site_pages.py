@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_store.cli.catalogue import COMMANDS, Command
-from multilora_store.cli.choices import GROUPS, parameters_of
+from multilora_store.cli.choices import GROUPS, Group, parameters_of
 from multilora_store.cli.options import Option, options_of
 from multilora_store.cli.schema import AdapterEntry, Common
 from multilora_store.plugins import Parameter, Plugin, default_registry
@@ -34,7 +34,7 @@ def commands_markdown() -> str:
         "Overridden as `adapters.NAME.FIELD=...`, or written in a file `adapters/NAME.yaml`.",
         _options(options_of(AdapterEntry)),
     ]
-    choices = ["## Choices {#choices}", *(_group(group, kind) for group, kind in GROUPS.items())]
+    choices = ["## Choices {#choices}", *(_group(name, group) for name, group in GROUPS.items())]
     return "\n\n".join([*parts, *shared, *adapter, *choices]) + "\n"
 
 
@@ -51,9 +51,9 @@ def _command(command: Command) -> str:
     also = ["[what every command takes](#shared)"]
     if "adapters" in command.schema.__dataclass_fields__:
         also.append("[the fields of each adapter](#adapter)")
-    groups = [group for group in GROUPS if group in command.schema.__dataclass_fields__]
+    groups = [name for name in GROUPS if name in command.schema.__dataclass_fields__]
     if groups:
-        also.append("the [choices](#choices) of " + ", ".join(f"`{group}=`" for group in groups))
+        also.append("the choices of " + ", ".join(f"[`{GROUPS[name].choose}`](#{name})" for name in groups))
     return "\n\n".join([*lines, "And " + ", ".join(also) + "."])
 
 
@@ -65,12 +65,13 @@ def _options(options: list[Option]) -> str:
     return "\n".join(["| option | type | default | |", "|---|---|---|---|", *rows])
 
 
-def _group(group: str, kind: str) -> str:
+def _group(name: str, group: Group) -> str:
     registry = default_registry()
-    plugins = [registry.get(kind, name) for name in registry.names(kind)]
-    rows = [f"| `{group}={plugin.name}` | {_cell(plugin.description)} | {_parameters(plugin)} |" for plugin in plugins]
-    key = "" if group == "base" else "params."
-    return "\n".join([f"### `{group}=`", "", f"| choice | | `{group}.{key}...` |", "|---|---|---|", *rows])
+    plugins = [registry.get(group.kind, one) for one in registry.names(group.kind)]
+    rows = [f"| `{plugin.name}` | {_cell(plugin.description)} | {_parameters(plugin)} |" for plugin in plugins]
+    rows = rows or ["| | none is built in; see [shipped drop-ins](plugins.md#shipped-drop-ins) | |"]
+    head = f"| NAME | | `{group.params}...` |"
+    return "\n".join([f"### `{group.choose}` {{#{name}}}", "", head, "|---|---|---|", *rows])
 
 
 def _parameters(plugin: Plugin) -> str:

@@ -59,6 +59,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
             "assemble '+adapters=[a,b]' adapters.a.weight=0.3 adapters.b.trainable=true",
             "assemble snapshot=latest lock=set.lock.json export=./out",
             "assemble '+adapters=[a,b]' merge=ties merge.into=ab merge.params.density=0.3",
+            "assemble '+adapters=[a,b]' plugins=[cast_adapters] steps.after_load=cast_to_bfloat16",
         ),
         demo=True,
     ),
@@ -80,6 +81,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
             "import ./checkpoint-100 name=team/code tags=[best]",
             "import ./checkpoint-100 configs.code=./adapter_config.json allow_pickle=true  # of a whole model",
             "import kohya://s3://bucket/style.safetensors#component=unet",
+            "import ./style.safetensors reader=kohya reader.params.component=unet",
         ),
         words=("source", "name"),
     ),
@@ -184,7 +186,11 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
     Command(
         name="gc",
         summary="free what no version, tag or snapshot names any more",
-        examples=("gc dry_run=true", "gc grace_hours=48"),
+        examples=(
+            "gc dry_run=true",
+            "gc grace_hours=48",
+            "gc policies=[keep_last,keep_tagged] policies.keep_last.count=5",
+        ),
     ),
     Command(
         name="repair",
@@ -197,6 +203,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
         examples=(
             "doctor",
             "doctor '+adapters=[a,b]' base=hf base.path=/models/llama plugins=[effect_check]",
+            "doctor '+adapters=[a,b]' plugins=[effect_check] checks=[effect_check] checks.effect_check.factor=20",
             "doctor ./checkpoint-100  # of PEFT, transformers, accelerate, torch or DeepSpeed",
         ),
         words=("checkpoint",),

@@ -96,6 +96,7 @@ def _words_as_overrides(line: CommandLine, command: Command) -> list[str]:
 
 def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, full: bool) -> int:
     """Hand the prepared line to Hydra and run the command on what it composes, once or for each job of a sweep."""
+    from multilora_store.cli.choices import GROUPS
     from multilora_store.cli.declared import check_adapter_files
     from multilora_store.cli.demo import demo_overrides
     from multilora_store.cli.options import options_of
@@ -106,7 +107,7 @@ def _through_hydra(line: CommandLine, command: Command, terminal: Terminal, *, f
 
     options = options_of(command.schema)
     text_keys = {option.key for option in options if option.text} | {"base.path", "base.target", "merge.into"}
-    open_keys = {option.key for option in options if option.type == "mapping"} - {"adapters"}
+    open_keys = {option.key for option in options if option.type == "mapping"} - {"adapters", *GROUPS}
     typed = [*_words_as_overrides(line, command), *line.overrides]
     own_set = bool(line.config_dirs or line.config_name)
     overrides = prepare(typed, text_keys=text_keys, open_keys=open_keys, multirun=line.multirun, own_set=own_set)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # its stubs are another distribution
 
 from multilora_store.cli.options import options_of
-from multilora_store.cli.schema import SCHEMAS, AdapterEntry
+from multilora_store.cli.schema import SCHEMAS, AdapterEntry, Common
 from multilora_store.errors import MultiLoRAError, choices
 
 __all__ = ["document_of", "exit_code", "first_line", "lines_of", "wants_traceback", "worst"]
@@ -86,43 +87,60 @@ def _from_configuration(error: BaseException) -> bool:
 
 
 def _hydra_lines(error: BaseException, command: str) -> list[str]:
-    """The first line and the innermost cause, then the valid choices where they are known."""
+    """What was refused, the innermost cause that says so, then the valid choices where they are known."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     known = [link for link in chain if isinstance(link, (HydraException, OmegaConfBaseException))]
-    first, inner = first_line(error), first_line((known or chain)[-1])  # below them a bare KeyError may lie
-    lines = [first] if inner in first else [first, inner]
-    missed = re.search(r"Could not find '([^']*)/([^'/]*)'", first)
-    listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
-    if missed and listed:
-        lines = [f"{missed[1]}={missed[2]} is no choice", choices(missed[2], listed[1].split(), noun=missed[1])]
-        lines += [f"for a store of that name: store.url={missed[2]}"] if missed[1] == "store" else []
-    lines += _near_misses(first, inner, command) + _valid_values(inner)
+    told = next((link for link in reversed(known) if "$VALUE" not in str(link)), chain[-1])  # below: a template
+    first, inner = first_line(error), first_line(told)
+    lines = _no_choice(error) or _no_such_key(first, told, command)
+    if not lines:
+        lines = [first] if inner in first else [first, inner]
+    if f"not a subclass of {AdapterEntry.__name__}" in inner:
+        lines.append("an adapter is a mapping of fields, e.g. '+adapters={a: {source: a@best}}'")
     return [" ".join(line.split()) for line in lines if line]
 
 
-def _near_misses(first: str, inner: str, command: str) -> list[str]:
-    if not re.search(r"Key '[^']*' (not in|is not in struct)", inner):
+def _no_choice(error: BaseException) -> list[str]:
+    """A group that has no such choice: by name, or as one of a list."""
+    from multilora_store.cli.choices import GROUPS
+    from multilora_store.plugins import default_registry
+
+    missed = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", str(error))
+    if missed is None:
         return []
-    key = re.search(r"override '?([^'=]+)", first)
-    full = key[1].lstrip("+~").rstrip(".") if key else ""
-    adapter = re.fullmatch(r"adapters\.([^.]+)\..*", full)
-    if adapter and "struct" in inner:
-        return [f"adapter {adapter[1]!r} is not in the set: choose it too, +adapters=[...,{adapter[1]}]"]
-    known = re.search(r"not in '(\w+)'", inner)
-    if command in SCHEMAS and (known is None or known[1].endswith("Options")):
-        return [choices(full, [option.key for option in options_of(SCHEMAS[command])], noun="option")]
-    if known and known[1] == AdapterEntry.__name__:
-        return [f"fields of an adapter: {', '.join(AdapterEntry.__dataclass_fields__)}"]
-    return [f"see {command} --help"]
+    group, name = missed.groups()
+    listed = re.search(r"Available options in '[^']*':\n((?:\t.*\n?)+)", str(error))
+    valid = listed[1].split() if listed else []
+    if not valid and group in GROUPS:
+        valid = list(default_registry().names(GROUPS[group].kind))
+    lines = [f"{group}={name} is no choice", choices(name, valid, noun=group)]
+    return [*lines, f"for a store of that name: store.url={name}"] if group == "store" else lines
 
 
-def _valid_values(inner: str) -> list[str]:
-    """What would do where OmegaConf tells only of its types."""
-    if f"not a subclass of {AdapterEntry.__name__}" not in inner:
+def _no_such_key(first: str, told: BaseException, command: str) -> list[str]:
+    """A key that nothing reads, with the nearest that something does."""
+    from multilora_store.cli.choices import GROUPS
+
+    if not isinstance(told, (ConfigKeyError, ConfigAttributeError)):
         return []
-    return ["an adapter is a mapping of fields, e.g. '+adapters={a: {source: a@best}}'"]
+    full, owner = str(told.full_key), told.object_type
+    above, _, last = full.rpartition(".")
+    home = GROUPS.get(full.partition(".")[0])
+    if isinstance(owner, type) and issubclass(owner, Common) and command in SCHEMAS:
+        typed = re.search(r"override '?([^'=]+)", first)
+        wanted = typed[1].lstrip("+~").rstrip(".") if typed else full
+        valid = [option.key for option in options_of(SCHEMAS[command])]
+        return [f"{command} has no option {wanted}", choices(wanted, valid, noun="option")]
+    if is_dataclass(owner):
+        return [f"there is no {full}", choices(last, [item.name for item in fields(owner)], noun=f"key of {above}")]
+    if above == "adapters":
+        return [f"adapter {last!r} is not in the set", f"choose it too: '+adapters=[...,{last}]'"]
+    if home is not None:
+        spelled = home.choose.replace("steps.STEP", full).replace("NAME", last if home.several else "NAME")
+        return [f"nothing is chosen for {full}", f"choose it first: {spelled}"]
+    return []
 
 
 def first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from multilora_store.cli.overrides import chosen, prepare
 from multilora_store.cli.plugins import load_plugins
 from multilora_store.cli.schema import AdapterEntry
 from multilora_store.cli.sources import conf_folder
+from multilora_store.cli.summaries import config_summary, plugin_summary
 from multilora_store.plugins import Parameter, Registry
 
 __all__ = ["help_text"]
@@ -61,11 +62,11 @@ def _command(command: Command, registry: Registry, overrides: list[str], folders
     lines += _options(options)
     if any((option.key, option.type) == ("adapters", "mapping") for option in options):
         lines += ["", "each adapter (adapters.NAME.FIELD=...):", *_options(options_of(AdapterEntry))]
-    groups = _choices(command, registry, folders)
-    if groups:
-        lines += ["", "choices:"]
-        for group, names in groups.items():
-            lines += _hanging(f"  {group}=", " | ".join(names) or "(none)")
+    for spelled, names in _choices(command, registry, folders).items():
+        lines += ["", f"{spelled}, NAME is one of:"]
+        width = min(max(map(len, names)), 24)
+        for name, summary in names.items():
+            lines += _hanging(f"  {name:<{width}}  ", summary)
     lines += _chosen_plugins(command, registry, overrides)
     lines += ["", *_flags()]
     return "\n".join(lines)
@@ -79,33 +80,41 @@ def _options(options: list[Option]) -> list[str]:
     return lines
 
 
-def _choices(command: Command, registry: Registry, folders: tuple[Path, ...]) -> dict[str, list[str]]:
-    """Every group of the command with its choices: files of the user and of ours, and plugins by name."""
-    found: dict[str, list[str]] = {}
-    for group in ("base", "shard", "assembler", "merge", "exporter", "store", "adapters"):
+def _choices(command: Command, registry: Registry, folders: tuple[Path, ...]) -> dict[str, dict[str, str]]:
+    """How each group of the command is chosen -> its choices, each with what it says of itself."""
+    found: dict[str, dict[str, str]] = {}
+    for group in (*GROUPS, "shard", "store", "adapters"):
         if group not in command.schema.__dataclass_fields__:
             continue
-        files = {file.stem for folder in (*folders, conf_folder()) for file in (folder / group).glob("*.yaml")}
-        names = files | set(registry.names(GROUPS[group]) if group in GROUPS else ())
+        files = [file for folder in (conf_folder(), *folders) for file in (folder / group).glob("*.yaml")]
+        names = {file.stem: config_summary(file) for file in files}
+        if group in GROUPS:
+            kind = GROUPS[group].kind
+            names.update({name: plugin_summary(registry.get(kind, name)) for name in registry.names(kind)})
         if names:
-            found[group] = sorted(names)
+            spelled = GROUPS[group].choose if group in GROUPS else f"{group}=NAME"
+            found[spelled] = dict(sorted(names.items()))
     return found
 
 
 def _chosen_plugins(command: Command, registry: Registry, overrides: list[str]) -> list[str]:
     """The parameters of plugins that the line chooses; only these are imported."""
     lines: list[str] = []
-    for group, kind in GROUPS.items():
-        if group not in command.schema.__dataclass_fields__:
+    for key, name in _chosen(overrides):
+        group = GROUPS[key.partition(".")[0]]
+        if key.partition(".")[0] not in command.schema.__dataclass_fields__ or name not in registry.names(group.kind):
             continue
-        for name in chosen(overrides, group):
-            if name not in registry.names(kind):
-                continue
-            plugin = registry.get(kind, name)
-            prefix = group if group == "base" else f"{group}.params"
-            lines += ["", *_hanging(f"{group}={name}: ", plugin.description)]
-            lines += [f"  {prefix}.{item.name}  {item.annotation}, {_default(item)}" for item in parameters_of(plugin)]
+        plugin = registry.get(group.kind, name)
+        prefix = group.prefix(name).replace("steps.STEP", key)
+        lines += ["", *_hanging(f"{key}={name}: ", plugin.description)]
+        lines += [f"  {prefix}.{item.name}  {item.annotation}, {_default(item)}" for item in parameters_of(plugin)]
     return lines
+
+
+def _chosen(overrides: list[str]) -> list[tuple[str, str]]:
+    """Where something is chosen, and what: `merge`, `steps.after_load`."""
+    places = [word.partition("=")[0].partition("@")[2] for word in overrides if word.startswith("+steps@")]
+    return [(place, name) for place in (*GROUPS, *places) for name in chosen(overrides, place)]
 
 
 def _default(parameter: Parameter) -> str:

@@ -1,4 +1,4 @@
-"""The base model of a command: chosen by name, built by its provider."""
+"""The model of a command: its base, chosen by name and built by its provider, and the set on it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,69 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from multilora_store.cli.choices import chosen_plugin
+from multilora_store.cli.settings import ManifestOptions
+from multilora_store.cli.typed import plain
 from multilora_store.errors import UsageError
 
-__all__ = ["build_base"]
+if TYPE_CHECKING:
+    from multilora_store.assembly.steps import Step
+    from multilora_store.manifest import Lock
+    from multilora_store.storage import Store
+
+__all__ = ["build_base", "build_model"]
+
+
+def build_model(
+    options: ManifestOptions,
+    lock: Lock,
+    store: Store | None,
+    *,
+    device: str = "cpu",
+    added: Mapping[str, Step] | None = None,
+    **settings: Any,
+) -> Any:
+    """The set on its base, by the assembler and the steps that were chosen.
+
+    Args:
+        options: What chose them.
+        lock, store: The set.
+        device: Where the base is put; `meta`: structure without bytes.
+        added: Steps of the command's own, by place.
+        settings: Further keywords of `assemble`.
+
+    Raises:
+        UsageError: no base, or a chosen step stands where one of `added` belongs.
+    """
+    from multilora_store.assembly import assemble
+
+    base = build_base(plain(options.base), meta=device == "meta")
+    if device not in {"cpu", "meta"}:
+        base = base.to(device)
+    steps: dict[str, Any] = {_place(key): chosen_plugin("steps", choice) for key, choice in options.steps.items()}
+    for place in added or {}:
+        if place in steps:
+            raise UsageError(
+                f"the command has a step of its own at {place}, and steps.{place.replace(':', '_')} stands there",
+                remedy="put that step elsewhere, e.g. steps.before_check",
+            )
+    return assemble(
+        base,
+        lock,
+        store=store,
+        device="meta" if device == "meta" else None,
+        assembler=chosen_plugin("assembler", options.assembler) or "default",
+        steps={**steps, **(added or {})},
+        **settings,
+    )
+
+
+def _place(key: str) -> str:
+    """`after_load` is how `after:load` is spelled where a colon cannot stand."""
+    where, _, name = key.partition("_")
+    return f"{where}:{name}" if where in {"before", "after"} and name else key
 
 
 def build_base(choice: Mapping[str, Any] | None, *, meta: bool = False) -> Any:

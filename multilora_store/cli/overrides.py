@@ -63,13 +63,13 @@ def prepare(
     return _beside_sweeps(prepared, parsed) if multirun else prepared
 
 
-def chosen(prepared: Iterable[str], group: str) -> list[str]:
-    """The values that overrides give to a group or key, sweeps and lists unrolled."""
+def chosen(prepared: Iterable[str], key: str) -> list[str]:
+    """The values that overrides give to a key, or to the group that fills it, sweeps and lists unrolled."""
     parser = OverridesParser.create()
     found: list[str] = []
     for word in prepared:
         override = parser.parse_override(word)
-        if override.key_or_group == group and not override.is_delete():
+        if key == (override.package or override.key_or_group) and not override.is_delete():
             found += [str(item) for option in _alternatives(override) for item in _as_list(option)]
     return found
 
@@ -86,6 +86,8 @@ def _spelled_out(word: str) -> str:
         return f"{mark}plugins.paths={listed}"
     if key.startswith("adapters.") and "=" in word:
         return _adapter_key(mark, key, value, word)
+    if re.fullmatch(r"steps\.\w+", key) and value:  # a place of its own for each choice of the group
+        return f"+steps@{key}={value}"
     return word
 
 

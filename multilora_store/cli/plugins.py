@@ -30,6 +30,8 @@ def load_plugins(overrides: Sequence[str], folders: Sequence[Path], config_name:
     paths, strict = plugin_settings(folders, config_name)
     paths += chosen(overrides, "plugins.paths")
     strict = strict or "true" in [value.lower() for value in chosen(overrides, "plugins.strict")]
+    if strict and registry.faults:
+        raise registry.faults[0]
     registry.load_dropins([_located(path) for path in dict.fromkeys(paths)], strict=strict)
     return registry
 

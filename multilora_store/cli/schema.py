@@ -51,6 +51,7 @@ class ImportOptions(Common):
 
     source: str = option(MISSING, "a PEFT folder, one of several, a checkpoint-N; a path, a URL, kohya://FILE, ...")
     name: str | None = option(None, "the adapter's name; null: the folder's or file's")
+    reader: Any = option(None, "another layout: reader=kohya reader.params.component=unet; null: PEFT's")
     prefix: str = option("", "put before every name, e.g. team/")
     configs: dict[str, Any] = option({}, "out of a checkpoint of a whole model: configs.NAME=its adapter_config.json")
     allow_pickle: bool = option(False, "read pickles too, by restricted loading: .bin, .pt, distributed checkpoints")
@@ -171,6 +172,7 @@ class DoctorOptions(ManifestOptions):
     """Options of `doctor`."""
 
     checkpoint: str | None = option(None, "another tool's checkpoint on this machine, instead of a store and a set")
+    checks: dict[str, Any] = option({}, "which audit checks of plugins; none chosen: every one that is declared")
     allow_pickle: bool = option(False, "look into pickles of that checkpoint too, by restricted loading")
 
 
@@ -225,7 +227,7 @@ class GcOptions(Common):
     """Options of `gc`."""
 
     grace_hours: float = option(24.0, "keep what was purged less than this many hours ago")
-    policies: dict[str, Any] = option({}, "first delete what none of them keeps: policies.keep_last.count=3")
+    policies: dict[str, Any] = option({}, "first delete what none of them keeps: policies=[keep_last]")
     dry_run: bool = option(False, "print what would go, delete nothing")
 
 

@@ -116,7 +116,7 @@ class ManifestOptions(SetOptions):
     """What every command takes that assembles a set."""
 
     assembler: Any = option(None, "another assembler than the default")
-    steps: dict[str, str] = option({}, "steps of the assembly that differ: steps.load=NAME, steps.after_load=NAME")
+    steps: dict[str, Any] = option({}, "steps of the assembly that differ: steps.load=NAME, steps.after_load=NAME")
 
 
 @dataclass

@@ -518,7 +518,7 @@ def test_import_of_another_tool_s_file(run: Run, store: str, here: Path) -> None
 
 def test_import_by_a_drop_in_source(run: Run, store: str, here: Path) -> None:
     assert run(f"export b ./b store={store}").code == 0
-    source = f"bare://{here}/b/adapter_model.safetensors?alpha=16"
+    source = f"bare://{here}/b/adapter_model.safetensors#alpha=16"
     assert run(f"import '{source}' bare store=./other plugins=[bare_file]").code == 0
     assert run("show bare store=./other output=json").document["config"]["lora_alpha"] == 16
 

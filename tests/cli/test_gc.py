@@ -20,7 +20,7 @@ def test_policies_decide_and_every_folder_has_its_reason(run: Run, here: Path) -
         pair = {"lora_A": torch.full((1, 4), float(value)), "lora_B": torch.ones(4, 1)}
         store.put("a", {f"base_model.model.q.{key}.weight": tensor for key, tensor in pair.items()}, config)
     store.tag(str(store.versions("a")[0]), "best")
-    words = "gc store.url=s grace_hours=0 policies.keep_last.count=2 policies.keep_tagged={}"
+    words = "gc store.url=s grace_hours=0 policies=[keep_last,keep_tagged] policies.keep_last.count=2"
     planned = run(f"{words} dry_run=true")
     gone = store.versions("a")[1]
     assert planned.out.splitlines()[0] == f"delete {gone}: no policy keeps it"
@@ -30,6 +30,6 @@ def test_policies_decide_and_every_folder_has_its_reason(run: Run, here: Path) -
     assert done["retention"]["deleted"] == [str(gone)]
     assert [folder["path"] for folder in done["freed"]] == [gone.directory]
     assert len(store.versions("a")) == 3
-    wrong = run("gc store.url=s policies.keep_lst.count=2")
+    wrong = run("gc store.url=s policies=[keep_lst]")
     assert wrong.code == 2
     assert "keep_last" in wrong.err

@@ -9,10 +9,35 @@ from typing import Any
 import pytest
 import yaml
 
-from multilora_store.cli.choices import node
-from multilora_store.plugins import Plugin
+from multilora_store.cli.choices import GROUPS, node
+from multilora_store.plugins import KINDS, Plugin
+from multilora_store.plugins.fit import ARGUMENTS
 
 Run = Callable[[str], Any]
+
+OF_EACH_KIND = '''
+from collections.abc import Sequence
+from multilora_store.errors import UsageError
+from multilora_store.plugins import plugin
+
+@plugin("{kind}")
+def mine({arguments}*, share: float = 0.5, words: Sequence[str] = ("x",)):
+    """Is mine.
+
+    More words.
+    """
+    raise UsageError(f"mine got {{share}}, {{list(words)}}")
+'''
+LINES = {
+    "merge": ("merge '+adapters=[a,b]' merge.into=ab", "merge=mine", "merge.params"),
+    "assembler": ("assemble '+adapters=[a]' base=demo", "assembler=mine", "assembler.params"),
+    "steps": ("assemble '+adapters=[a]' base=demo", "steps.after_load=mine", "steps.after_load.params"),
+    "base": ("assemble '+adapters=[a]'", "base=mine", "base"),
+    "reader": ("import {store}", "reader=mine", "reader.params"),
+    "exporter": ("export a ./out", "exporter=mine", "exporter.params"),
+    "checks": ("doctor '+adapters=[a]' base=demo", "checks=[mine]", "checks.mine"),
+    "policies": ("gc", "policies=[mine]", "policies.mine"),
+}
 
 MERGE = '''
 from multilora_store.merging import strategy
@@ -33,6 +58,43 @@ def mine(here: Path) -> Path:
     return file
 
 
+def test_every_kind_of_plugin_is_a_group() -> None:
+    assert {group.kind for group in GROUPS.values()} == set(KINDS) == set(ARGUMENTS)
+    assert list(LINES) == list(GROUPS)
+
+
+@pytest.mark.parametrize("group", [*LINES])
+def test_a_drop_in_of_each_kind_is_chosen_typed_shown_and_completed(
+    group: str, run: Run, here: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, (line, choice, prefix) = GROUPS[group].kind, LINES[group]
+    arguments = "".join(f"{name}, " for name in ARGUMENTS[kind])
+    (here / "mine.py").write_text(OF_EACH_KIND.format(kind=kind, arguments=arguments), encoding="utf-8")
+    whole = f"{line.format(store=store)} store={store} plugins=[./mine.py] {choice}"
+
+    done = run(f"{whole} {prefix}.share=0.25 '{prefix}.words=[y,z]'")
+    assert (done.code, done.error_lines) == (2, ["error: mine got 0.25, ['y', 'z']"])
+    assert "mine got 0.5, ['x']" in run(whole).err, "without a word the defaults count"
+
+    shown = run(f"{line.split()[0]} --help plugins=[./mine.py] {choice}").out
+    assert "  Is mine.\n" in shown
+    assert f"  {prefix}.share  float, 0.5\n" in shown
+
+    for wrong, told in (
+        (f"{whole} {prefix}.share=much", f"{prefix}.share=much\n  Value 'much' of type 'str' could not be converted"),
+        (f"{whole} {prefix}.words=3", f"{prefix}.words=3"),
+        (f"{whole} {prefix}.shore=1", f"error: there is no {prefix}.shore\n  did you mean share?"),
+        (whole.replace("mine]", "mne]").replace("=mine", "=mne"), f"{group}=mne is no choice\n  did you mean mine?"),
+        (whole.replace(choice, f"{prefix}.share=1"), "choose it first: " + choice.replace("mine", "NAME")[:7]),
+    ):
+        refused = run(wrong)
+        assert (refused.code, told in refused.err) == (2, True), (wrong, refused.err)
+
+    for typed, found in ((choice.rstrip("]")[:-1], choice.rstrip("]")), (f"{choice} {prefix}.sh", f"{prefix}.share=")):
+        monkeypatch.setenv("COMP_LINE", f"multilora-store {line.split()[0]} plugins=[./mine.py] {typed}")
+        assert found in run("-sc query=bash").out.split()
+
+
 @pytest.mark.parametrize(
     "spelling", ["plugins=[./mine.py]", "plugins=./mine.py", "plugins.paths=[./mine.py]", "plugins=[.]"]
 )
@@ -42,15 +104,7 @@ def test_a_drop_in_becomes_a_choice(run: Run, mine: Path, spelling: str) -> None
     assert yaml.safe_load(result.out) == {"provider": "tiny", "layers": 3, "seed": 0}
 
 
-def test_its_parameters_are_typed(run: Run, mine: Path) -> None:
-    line = "assemble --cfg job '+adapters=[a]' store=./s plugins=[./mine.py] base=tiny"
-    assert run(f"{line} base.layers=many").code == 2
-    assert run(f"{line} base.leyers=3").code == 2
-
-
-def test_it_is_in_help_and_in_show_plugins(run: Run, mine: Path) -> None:
-    assert "tiny" in run("assemble --help plugins=[./mine.py]").out
-    assert "base.layers  int, 2" in run("assemble --help plugins=[./mine.py] base=tiny").out
+def test_it_is_in_show_plugins(run: Run, mine: Path) -> None:
     rows = run("show plugins plugins=[./mine.py] output=json").document["plugins"]
     found = next(row for row in rows if row["name"] == "tiny")
     assert found["kind"] == "base_provider"
@@ -129,13 +183,13 @@ def test_a_step_of_the_assembly(run: Run) -> None:
 def test_sources_and_exporters(run: Run, store: str, here: Path) -> None:
     assert run(f"export a@best ./mlx exporter=mlx plugins=[mlx_export] store={store}").code == 0
     assert run(f"export a@best ./peft store={store}").code == 0
-    source = f"bare://{here}/peft/adapter_model.safetensors?alpha=16"
+    source = f"bare://{here}/peft/adapter_model.safetensors#alpha=16"
     line = f"assemble '+adapters={{m: {{source: \"{source}\"}}}}' base=demo"
     assert run(line).code != 0
     assert run(f"{line} plugins=[bare_file]").code == 0
 
 
-@pytest.mark.parametrize("kind", ["merge_strategy", "assembler", "base_provider"])
+@pytest.mark.parametrize("kind", ["merge_strategy", "audit_check", "base_provider"])
 def test_every_kind_of_default_has_a_place_in_the_schema(kind: str) -> None:
     def plugged(
         *,
@@ -153,7 +207,7 @@ def test_every_kind_of_default_has_a_place_in_the_schema(kind: str) -> None:
     from omegaconf import OmegaConf, ValidationError
 
     made = node(Plugin(kind=kind, name="all_kinds", target=plugged, origin="here"))
-    params = made if kind == "base_provider" else made.params
+    params = {"base_provider": made, "audit_check": made.get("all_kinds"), "merge_strategy": made.get("params")}[kind]
     assert OmegaConf.is_missing(params, "needed")
     assert (params.text, params.ratio, params.flag, params.maybe, params.several, params.odd) == (
         "x",

@@ -168,7 +168,7 @@ def test_a_bare_file_is_read_by_its_shapes(store: Store, tmp_path: Path, registr
     config, tensors = demo_adapters()["b"]
     file = tmp_path / "lora.safetensors"
     save_file(dict(tensors), file)
-    model = assemble(demo_base(), {"x": {"source": f"bare://{file}?alpha={config.raw['lora_alpha']}"}})
+    model = assemble(demo_base(), {"x": {"source": f"bare://{file}#alpha={config.raw['lora_alpha']}"}})
     wanted = assemble(demo_base(), {"b": {}}, store=store)
     torch.testing.assert_close(logits(model), logits(wanted), rtol=0, atol=0)
     assert adapter_config(model, "x").r == 8
@@ -183,7 +183,7 @@ def test_a_bare_file_of_several_ranks_scales_all_alike(tmp_path: Path, registry:
         key = f"base_model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
         small[key] = cut(small[key]).contiguous()
     save_file(small, tmp_path / "x.safetensors")
-    config = registry.get("source", "bare").load()(f"bare://{tmp_path}/x.safetensors?alpha=16").config
+    config = registry.get("source", "bare").load()(f"bare://{tmp_path}/x.safetensors#alpha=16").config
     assert config.raw["rank_pattern"] == {"layers.0.self_attn.q_proj": 2}
     assert config.raw["alpha_pattern"] == {"layers.0.self_attn.q_proj": 4.0}
 
@@ -206,7 +206,7 @@ def test_a_bare_file_of_something_else_is_refused(tmp_path: Path, registry: Regi
     with pytest.raises(DamagedError, match=words):
         read(f"bare://{tmp_path}/x.safetensors")
     with pytest.raises(UsageError, match="alpha"):
-        read(f"bare://{tmp_path}/x.safetensors?alpha=lots")
+        read(f"bare://{tmp_path}/x.safetensors#alpha=lots")
     with pytest.raises(DamagedError, match="cannot be read"):
         read(f"bare://{tmp_path}/nothing.safetensors")
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.cli.assembled import AdapterRow, ShardReport, adapter_rows, export_set, set_view, shard_report
 from multilora_store.cli.documents import snapshot_document
 from multilora_store.cli.merged import MergeStep
-from multilora_store.cli.models import build_base
+from multilora_store.cli.models import build_base, build_model
 from multilora_store.cli.outcome import Outcome, Table
 from multilora_store.cli.ranks import started_ranks, world_size
 from multilora_store.cli.schema import AssembleOptions
@@ -20,7 +19,6 @@ from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.errors import UsageError
 from multilora_store.manifest import Lock
-from multilora_store.plugins import default_registry
 
 if TYPE_CHECKING:
     from multilora_store.distributed.agreement import Ranks
@@ -142,46 +140,17 @@ def _model(
     merging: MergeStep | None,
     progress: Listener | None,
 ) -> Any:
-    from multilora_store.assembly import assemble
-
-    base = build_base(plain(options.base), meta=device == "meta")
-    if device not in {"cpu", "meta"}:
-        base = base.to(device)
-    chosen = plain(options.assembler)
-    assembler: Any = "default"
-    if chosen is not None:
-        found = default_registry().get("assembler", str(chosen["name"])).load()
-        assembler = partial(found, **dict(chosen.get("params") or {}))
-    return assemble(
-        base,
+    return build_model(
+        options,
         lock,
-        store=store,
+        store,
+        device=device,
+        added={_MERGE_AT: merging} if merging is not None else None,
         dtype=options.dtype,
-        device="meta" if device == "meta" else None,
         seed=options.seed,
-        assembler=assembler,
-        steps=_steps(options, merging),
         allow_base_mismatch=options.allow_base_mismatch,
         progress=progress,
     )
-
-
-def _steps(options: AssembleOptions, merging: MergeStep | None) -> dict[str, Any]:
-    steps: dict[str, Any] = {_step(key): name for key, name in options.steps.items()}
-    if merging is not None:
-        if _MERGE_AT in steps:
-            raise UsageError(
-                f"merge= works after the step `read`, and steps.after_read={steps[_MERGE_AT]} stands there",
-                remedy="put that step elsewhere, e.g. steps.before_check",
-            )
-        steps[_MERGE_AT] = merging
-    return steps
-
-
-def _step(key: str) -> str:
-    """`after_load` is how `after:load` is spelled where a colon cannot stand."""
-    where, _, name = key.partition("_")
-    return f"{where}:{name}" if where in {"before", "after"} and name else key
 
 
 def _saved(options: AssembleOptions, terminal: Terminal, model: Any, store: Store | None) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from multilora_store.cli.models import build_base
+from multilora_store.cli.choices import bound
+from multilora_store.cli.models import build_model
 from multilora_store.cli.outcome import Outcome, Table, count_in_words
 from multilora_store.cli.schema import DoctorOptions
 from multilora_store.cli.sets import locked
-from multilora_store.cli.stores import local_path, store_if_any
+from multilora_store.cli.stores import local_path, store_for_set, store_if_any
 from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.errors import MultiLoRAError, UsageError
@@ -31,10 +32,12 @@ def run(options: DoctorOptions, terminal: Terminal) -> Outcome:
     """
     named = bool(options.adapters or options.snapshot or options.lock_from)
     if options.checkpoint is not None:
-        if named:
+        if named or options.checks:
             raise UsageError("doctor looks at a checkpoint or at a set", remedy="leave one of them out")
         return _of_checkpoint(options.checkpoint, options.allow_pickle, terminal)
-    store = store_if_any(options, terminal)
+    if options.checks and not named:
+        raise UsageError("checks= look at a model", remedy="name a set too, e.g. '+adapters=[a,b]', or leave them out")
+    store = store_for_set(options, terminal) if named else store_if_any(options, terminal)
     if store is None and not named:
         raise UsageError(
             "doctor needs something to look at",
@@ -75,17 +78,16 @@ def _of_store(store: Store, terminal: Terminal) -> list[Diagnosis]:
 
 def _of_set(options: DoctorOptions, store: Store | None, terminal: Terminal) -> tuple[list[str], list[Diagnosis]]:
     """What exists and what is active; the audit, and every check that a plugin brings."""
-    from multilora_store.assembly import assemble
     from multilora_store.distributed import audit
 
     with terminal.progress("assembling") as progress:
-        model = assemble(build_base(plain(options.base)), locked(options, store), store=store, progress=progress)
+        model = build_model(options, locked(options, store), store, progress=progress)
     report = audit(model)
     found = list(_audited(report))
     registry = default_registry()
-    for name in registry.names("audit_check"):
+    for name in options.checks or registry.names("audit_check"):
         check = registry.get("audit_check", name)
-        said = [str(one) for one in check.load()(model)]
+        said = [str(one) for one in bound(check, plain(options.checks.get(name)) or {})(model)]
         found += [Diagnosis(area=name, subject="", what=one, cause=check.description) for one in said]
     return _states(report), found
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import Ref, is_pattern, source_kind
+from multilora_store.cli.choices import chosen_plugin
 from multilora_store.cli.merged import sources_of
 from multilora_store.cli.outcome import Outcome, Table, bytes_in_words, counted
 from multilora_store.cli.schema import ExportOptions
@@ -17,7 +18,6 @@ from multilora_store.cli.stores import local_path, opened_store, store_if_any
 from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.errors import NotInStoreError, UsageError, choices
-from multilora_store.plugins import default_registry
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
@@ -58,29 +58,26 @@ def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcom
                 f"{store.url}: no adapter matches {wanted!r}", remedy=choices(wanted, store.names(), noun="adapter")
             )
         places = {name: f"{target.rstrip('/')}/{name}" for name in names}
-    choice = plain(options.exporter) or {}
-    exporter, params = choice.get("name"), choice.get("params")
+    exporter = chosen_plugin("exporter", options.exporter)
     versions = {ref: store.resolve(ref) for ref in places}
     with terminal.progress("exporting") as progress:
         meter = Meter(progress, files=len(places), nbytes=sum(version.nbytes for version in versions.values()))
         written = []
         for ref, version in versions.items():
-            path = export_one(store, ref, places[ref], exporter, params)
+            path = export_one(store, ref, places[ref], exporter)
             written.append({"ref": ref, "version": version.id, "path": path})
             meter.add(version.nbytes)
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
     return Outcome(
-        document={"store": store.url, "exporter": exporter, "exported": written},
+        document={"store": store.url, "exporter": (plain(options.exporter) or {}).get("name"), "exported": written},
         view=[Table(columns=("adapter", "version", "folder"), rows=rows)],
     )
 
 
-def export_one(
-    store: Store, ref: str, target: str, exporter: str | None = None, params: Mapping[str, Any] | None = None
-) -> str:
+def export_one(store: Store, ref: str, target: str, exporter: Callable[..., Any] | None = None) -> str:
     """Write one adapter; returns the place as text."""
     if exporter is not None:
-        return str(default_registry().get("exporter", exporter).load()(store, ref, _place(target), **(params or {})))
+        return str(exporter(store, ref, _place(target)))
     from multilora_store.storage import export_adapter
 
     return str(export_adapter(store, ref, target))

@@ -9,6 +9,7 @@ from multilora_store.cli.outcome import Outcome, bytes_in_words
 from multilora_store.cli.schema import GcOptions
 from multilora_store.cli.stores import opened_store
 from multilora_store.cli.terminal import Terminal
+from multilora_store.cli.typed import plain
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
@@ -38,5 +39,5 @@ def _retain(store: Store, options: GcOptions) -> dict[str, Any]:
     """Deletes what no policy keeps, over snapshots first; in a dry run, tells what that would be."""
     from multilora_store.storage import apply_retention
 
-    policies = {name: parameters or {} for name, parameters in options.policies.items()}
+    policies = {name: plain(parameters) or {} for name, parameters in options.policies.items()}
     return apply_retention(store, policies, dry_run=options.dry_run).to_json()

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from multilora_store.adapter import check_name, source_kind
+from multilora_store.cli.choices import chosen_plugin
 from multilora_store.cli.documents import version_document
 from multilora_store.cli.outcome import Outcome, Table, bytes_in_words
 from multilora_store.cli.schema import ImportOptions
 from multilora_store.cli.stores import local_path, opened_store
 from multilora_store.cli.terminal import Terminal
+from multilora_store.cli.typed import plain
 from multilora_store.errors import MultiLoRAError, NameNotAllowedError, StoreNotFoundError, UsageError
 from multilora_store.plugins import default_registry
 
@@ -63,7 +65,10 @@ def _reader(options: ImportOptions) -> Read:
                 remedy="leave name= and prefix= out, and give a path",
             )
         return _from_model
-    return _from_source if scheme in default_registry().names("source") else _from_peft
+    addressed = scheme in default_registry().names("source")
+    if addressed and options.reader is not None:
+        raise UsageError(f"{scheme}:// and reader= both say what reads the source", remedy="leave one of them out")
+    return _from_source if addressed or options.reader is not None else _from_peft
 
 
 def _from_peft(options: ImportOptions, store: Store, progress: Listener | None) -> list[Version]:
@@ -124,11 +129,13 @@ def _from_source(options: ImportOptions, store: Store, progress: Listener | None
     """The adapter of another tool's file, converted."""
     from multilora_store.assembly.resolve import read_source
 
-    scheme = options.source.partition("://")[0]
+    reader = chosen_plugin("reader", options.reader)
+    chosen = plain(options.reader)
+    scheme = options.source.partition("://")[0] if chosen is None else str(chosen["name"])
     if options.allow_pickle:
-        raise UsageError(f"allow_pickle is for PEFT folders, not for {scheme}://", remedy="leave it out")
+        raise UsageError(f"allow_pickle is for PEFT folders, not for {scheme}", remedy="leave it out")
     name = _name(options)
-    folder = read_source(options.source)
+    folder = read_source(options.source) if reader is None else reader(local_path(options.source))
     request = {
         "name": name,
         "tensors": folder.tensors,
@@ -145,7 +152,7 @@ def _name(options: ImportOptions) -> str:
     """The name that was given, or that of the file or folder, without ending, revision and parameters."""
     given = options.name
     if given is None:
-        place = re.split(r"[?#]", options.source.partition("://")[2])[0].rstrip("/")
+        place = re.split(r"[?#]", options.source.partition("://")[2] or options.source)[0].rstrip("/")
         given = place.rpartition("/")[2].partition("@")[0].removesuffix(".safetensors")
     try:
         return check_name(options.prefix + given)

@@ -41,8 +41,10 @@ def read_peft(location: str, *, allow_pickle: bool = False) -> PeftFolder:
 
 @source("peft_legacy")
 def read_legacy(location: str, *, adapter: str | None = None, base: str | None = None) -> PeftFolder:
-    """Read a PEFT folder of another spelling: without `base_model.model.`, with it in the middle or twice, with the
-    adapter's own name in the keys (`lora_A.default.weight`), with tensors of the base among them.
+    """Read a PEFT folder whose tensor names are those of older PEFT, unsloth and trainers.
+
+    Without `base_model.model.`, with it in the middle or twice, with the adapter's own name in the keys
+    (`lora_A.default.weight`), with tensors of the base among them.
 
     Args:
         location: The folder, or its safetensors file; a path or any fsspec URL.

@@ -7,21 +7,22 @@ before it is registered, imported when it is first asked for. Nothing registers 
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import logging
-import sys
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import entry_points
+from importlib.metadata import Distribution, entry_points
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from multilora_store.errors import MultiLoRAError, PluginError, choices
+from multilora_store.plugins.builtin import BUILTINS
+from multilora_store.plugins.files import import_file
+from multilora_store.plugins.fit import check_call, check_distribution, check_requires
 
 __all__ = [
     "BUILTINS",
@@ -53,59 +54,19 @@ KINDS: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Kind of plugin -> what one of that kind does."""
 
-_MERGE_STRATEGIES: Final = {
-    "additive": "cat linear model_stock slerp svd task_arithmetic",
-    "elements": "breadcrumbs dare_linear dare_ties della magnitude_prune ties",
-    "spectral": "core_space iso knots tsv",
-    "peft": (
-        "peft_cat peft_dare_linear peft_dare_linear_svd peft_dare_ties peft_dare_ties_svd "
-        "peft_linear peft_magnitude_prune peft_magnitude_prune_svd peft_svd peft_ties "
-        "peft_ties_svd"
-    ),
-}
-BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
-    {
-        **{
-            ("merge_strategy", name): f"multilora_store.merging.strategies.{home}:{name}"
-            for home, names in _MERGE_STRATEGIES.items()
-            for name in names.split()
-        },
-        ("assembler", "default"): "multilora_store.assembly.assembler:default_assembler",
-        **{
-            ("assembly_step", name): f"multilora_store.assembly.steps:{name}"
-            for name in ("resolve", "read", "check", "inject", "cover", "load", "activate")
-        },
-        **{
-            ("source", name): f"multilora_store.storage.dialects:read_{reader}"
-            for name, reader in {
-                "diffusers": "diffusers",
-                "hf": "hf",
-                "kohya": "kohya",
-                "mlx": "mlx",
-                "peft": "peft",
-                "peft_legacy": "legacy",
-                "unsloth": "legacy",
-            }.items()
-        },
-        ("exporter", "kohya"): "multilora_store.storage.exporters:export_kohya",
-        ("exporter", "peft"): "multilora_store.storage.exporters:export_peft",
-        ("exporter", "vllm"): "multilora_store.integrations.vllm:export_vllm",
-        **{("base_provider", name): f"multilora_store.assembly.bases:{name}_base" for name in ("demo", "hf", "python")},
-        **{
-            ("retention_policy", name): f"multilora_store.storage.retention:{name}"
-            for name in ("keep_best", "keep_every", "keep_last", "keep_tagged")
-        },
-    }
-)
-"""(kind, name) -> `module:attribute`, resolved on first use."""
-
 _MARK: Final = "__multilora_plugin__"
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*", re.ASCII)
 
 
-def plugin(kind: str, name: str | None = None) -> Callable[[T], T]:
+def plugin(kind: str, name: str | None = None, *, requires: str = "") -> Callable[[T], T]:
     """Declare the decorated function or class a plugin of `kind` (its own name if `name` is not given).
 
     The mark is read when its file or distribution is loaded through the door; the decorator registers nothing.
+
+    Args:
+        kind: One of `KINDS`.
+        name: The name that users choose it by.
+        requires: The versions of this library that it was written for, e.g. `>=0.1,<0.2`.
 
     Raises:
         PluginError: there is no such kind.
@@ -113,7 +74,7 @@ def plugin(kind: str, name: str | None = None) -> Callable[[T], T]:
     _check_kind(kind)
 
     def mark(target: T) -> T:
-        setattr(target, _MARK, (kind, name or target.__name__))
+        setattr(target, _MARK, (kind, name or target.__name__, requires))
         return target
 
     return mark
@@ -178,6 +139,7 @@ class Plugin:
             ) from error
         if not callable(found):
             raise PluginError(f"{self.kind} {self.name!r} of {self.origin} is not callable: {self.target}")
+        check_call(self.kind, found, f"{self.name!r} of {self.origin}")
         return found  # type: ignore[no-any-return]
 
     @property
@@ -198,17 +160,23 @@ class Plugin:
 def _annotation(item: inspect.Parameter) -> str:
     if item.annotation is inspect.Parameter.empty:
         return "Any"
-    return item.annotation if isinstance(item.annotation, str) else inspect.formatannotation(item.annotation)
+    if isinstance(item.annotation, str):
+        return item.annotation
+    return re.sub(r"(?:\w+\.)+(?=\w)", "", inspect.formatannotation(item.annotation))
 
 
 class Registry:
     """Plugins by kind and name."""
 
-    __slots__ = ("_dropins", "_plugins")
+    __slots__ = ("_dropins", "_plugins", "faults")
+
+    faults: list[PluginError]
+    """What was left out with a warning, each naming its file or distribution."""
 
     def __init__(self, declarations: Iterable[Plugin] = ()) -> None:
         self._plugins: dict[tuple[str, str], Plugin] = {}
         self._dropins: dict[Path, tuple[Plugin, ...]] = {}
+        self.faults = []
         self.add(*declarations)
 
     def add(self, *declarations: Plugin) -> None:
@@ -220,6 +188,12 @@ class Registry:
         taken = dict(self._plugins)
         for item in declarations:
             _check_kind(item.kind)
+            if not _NAME.fullmatch(item.name):
+                raise PluginError(
+                    f"{item.kind} {item.name!r} of {item.origin} could not be chosen by that name",
+                    remedy="letters, digits, _ and -, the first a letter or _",
+                    plugin=item.name,
+                )
             other = taken.get((item.kind, item.name))
             if other is not None and other != item:
                 raise PluginError(
@@ -266,7 +240,12 @@ class Registry:
             origin = point.dist.name if point.dist is not None else point.value
             kind, _, name = point.name.partition(".")
             declaration = Plugin(kind=kind, name=name, target=point.value, origin=origin)
-            self._attempt(partial(self.add, declaration), f"distribution {origin}", strict=strict)
+            self._attempt(partial(self._add_of, declaration, point.dist), f"distribution {origin}", strict=strict)
+
+    def _add_of(self, declaration: Plugin, distribution: Distribution | None) -> None:
+        if distribution is not None:
+            check_distribution(distribution)
+        self.add(declaration)
 
     def load_dropins(self, paths: Iterable[str | Path], *, strict: bool = False) -> None:
         """Declare the plugins of drop-in files, and of every `*.py` file of folders.
@@ -281,47 +260,34 @@ class Registry:
         file = file.resolve()
         if file not in self._dropins:
             module = import_file(file)
-            found = tuple(
-                Plugin(kind=mark[0], name=mark[1], target=value, origin=str(file))
+            marked = [
+                (value, mark)
                 for value in vars(module).values()
                 if (mark := getattr(value, _MARK, None)) and getattr(value, "__module__", "") == module.__name__
+            ]
+            found = tuple(
+                Plugin(kind=kind, name=name, target=value, origin=str(file)) for value, (kind, name, _) in marked
             )
             if not found:
                 raise PluginError(
                     f"plugin file {file} declares no plugin",
                     remedy='decorate a function with @plugin("merge_strategy")',
                 )
+            for value, mark in marked:
+                check_call(mark[0], value, f"{mark[1]!r} of {file}")
+                check_requires(mark[2], f"{mark[1]!r} of {file}")
             self.add(*found)
             self._dropins[file] = found
 
-    @staticmethod
-    def _attempt(load: Callable[[], None], what: str, *, strict: bool) -> None:
+    def _attempt(self, load: Callable[[], None], what: str, *, strict: bool) -> None:
         try:
             load()
         except MultiLoRAError as error:
+            fault = PluginError(f"{what} is left out: {error.what}", why=error.why, remedy=error.remedy)
             if strict:
-                raise
-            logger.warning("%s is left out: %s", what, error.what)
-
-
-def import_file(file: Path) -> ModuleType:
-    """The module that a file is, under a name of its own, so that no other is taken for it.
-
-    Raises:
-        PluginError: it is not there, or fails.
-    """
-    name = f"multilora_dropin_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise PluginError(f"{file} is not a Python file that exists")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise PluginError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
-    return module
+                raise fault from error
+            self.faults.append(fault)
+            logger.warning("%s", fault.what)
 
 
 def _check_kind(kind: str) -> None:
