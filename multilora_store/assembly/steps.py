@@ -252,6 +252,7 @@ def load(work: Assembly) -> None:
     meter = Meter(work.progress, files=len(sizes), nbytes=sum(sizes.values()))
     for adapter in work.adapters:
         assert adapter.joining is not None
+        nbytes = {slot.key: slot.tensor.nbytes for slot in adapter.slots}  # before another dtype is laid in
         dtype = work.dtype or _torch_dtype(adapter.spec.dtype)
         if adapter.tensors is None:
             joining = adapter.joining
@@ -261,7 +262,8 @@ def load(work: Assembly) -> None:
             path = slot.site.path
             device = work.device or devices.get(path) or devices.setdefault(path, slot.device)
             _lay(slot, source, device, _dtype_for(slot, source, dtype, work), own=adapter.spec.trainable)
-        meter.add(sizes[adapter.name])
+            meter.add(nbytes[slot.key], files=0)
+        meter.add(0)
 
 
 def _lay(slot: Slot, source: torch.Tensor, device: torch.device, dtype: torch.dtype, *, own: bool) -> None:

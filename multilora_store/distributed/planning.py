@@ -22,6 +22,7 @@ from multilora_store.errors import UsageError, choices
 from multilora_store.manifest import AdapterSpec, Manifest
 from multilora_store.storage import Store
 from multilora_store.storage.arguments import of_type
+from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["AdapterPlan", "Plan", "plan", "shard_nbytes"]
 
@@ -105,6 +106,7 @@ def plan(
     active: Iterable[str] | None = None,
     trainable: Iterable[str] = (),
     optimizer: str = "adamw",
+    progress: Listener | None = None,
 ) -> Plan:
     """What each rank would hold and move if this set were sharded over `world_size` ranks with fsdp2.
 
@@ -119,6 +121,7 @@ def plan(
         active: Adapters that take part, for the traffic; None: all.
         trainable: Adapters that receive gradients.
         optimizer: `adamw`, `momentum`, `sgd` or `none`.
+        progress: Called after each adapter of another configuration than those before it.
 
     Raises:
         UsageError: an unknown option, or sizes that do not divide.
@@ -136,7 +139,10 @@ def plan(
     known = find_blocks(innermost(model), None if blocks is None else tuple(blocks))
     granularity, _ = choose_granularity(granularity, innermost(model), known)
     units = plan_units(model, list(known))
-    shares = {name: _share(model, name, units, ranks, granularity) for name in adapter_names(model)}
+    shares, meter = {}, Meter(progress, files=len(adapter_names(model)))
+    for name in adapter_names(model):
+        shares[name] = _share(model, name, units, ranks, granularity)
+        meter.add(0)
     every = {name: shares[alike[name]] for name in alike}
     chosen = list(every if active is None else active)
     for name in [*chosen, *trainable]:

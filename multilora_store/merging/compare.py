@@ -16,6 +16,7 @@ from multilora_store.merging.capability import kinds_of
 from multilora_store.merging.layout import FactorPair
 from multilora_store.merging.lowrank import LowRank
 from multilora_store.merging.source import MergeSource
+from multilora_store.storage.progress import Listener, Meter
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
@@ -117,13 +118,18 @@ class Comparison:
         }
 
 
-def diff(store: Store, first: str, second: str) -> Comparison:
+def diff(store: Store, first: str, second: str, *, progress: Listener | None = None) -> Comparison:
     """Compare two stored adapters by their references; see `compare`."""
-    return compare(MergeSource.stored(first, store.get(first)), MergeSource.stored(second, store.get(second)))
+    sources = [MergeSource.stored(ref, store.get(ref)) for ref in (first, second)]
+    return compare(sources[0], sources[1], progress=progress)
 
 
-def compare(first: MergeSource, second: MergeSource) -> Comparison:
+def compare(first: MergeSource, second: MergeSource, *, progress: Listener | None = None) -> Comparison:
     """Compare two adapters on their deltas, in the factors; only signs are counted on dense blocks.
+
+    Args:
+        first, second: The adapters.
+        progress: Called after each module, with the bytes of its deltas' factors in float32.
 
     Raises:
         MergeError: one of them is of a kind whose deltas do not stand in its file, or they differ in a module's shape.
@@ -138,9 +144,17 @@ def compare(first: MergeSource, second: MergeSource) -> Comparison:
             )
     ours, theirs = first.layout, second.layout
     common = sorted(set(ours.pairs) & set(theirs.pairs))
+    sizes = {path: _size(ours.pairs[path]) + _size(theirs.pairs[path]) for path in common}
+    meter = Meter(progress, files=len(common), nbytes=sum(sizes.values()))
+
+    def compared(path: str) -> ModuleComparison:
+        found = _compare_module(first, second, ours.pairs[path], theirs.pairs[path])
+        meter.add(sizes[path])
+        return found
+
     return Comparison(
         names=(first.name, second.name),
-        modules=tuple(_compare_module(first, second, ours.pairs[path], theirs.pairs[path]) for path in common),
+        modules=tuple(map(compared, common)),
         only=(
             tuple(sorted(set(ours.pairs) - set(theirs.pairs))),
             tuple(sorted(set(theirs.pairs) - set(ours.pairs))),
@@ -149,6 +163,10 @@ def compare(first: MergeSource, second: MergeSource) -> Comparison:
         fields=_fields(first, second),
         identical=first.digest == second.digest,
     )
+
+
+def _size(pair: FactorPair) -> int:
+    return 4 * pair.groups * pair.rank * sum(pair.shape)
 
 
 def _compare_module(first: MergeSource, second: MergeSource, ours: FactorPair, theirs: FactorPair) -> ModuleComparison:

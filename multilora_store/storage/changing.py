@@ -17,6 +17,7 @@ from multilora_store.storage.view import StoreView
 
 if TYPE_CHECKING:
     from multilora_store.storage.gc import GcReport
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["ChangingStore"]
 
@@ -111,12 +112,14 @@ class ChangingStore(StoreView):
         self._existing().commit(decide)
         return snapshot
 
-    def gc(self, *, grace: timedelta = timedelta(days=1), dry_run: bool = False) -> GcReport:
+    def gc(
+        self, *, grace: timedelta = timedelta(days=1), dry_run: bool = False, progress: Listener | None = None
+    ) -> GcReport:
         """Frees what nothing names any more; see `storage.gc`."""
         from multilora_store.storage.gc import gc
 
         of_type(grace, timedelta, "grace", "a timedelta, as in timedelta(days=1)")
-        return gc(self, grace=grace, dry_run=dry_run)
+        return gc(self, grace=grace, dry_run=dry_run, progress=progress)
 
     def _existing(self) -> Journal:
         """The journal of a store that exists; a change of what is there must not make a new store."""

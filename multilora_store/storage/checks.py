@@ -68,16 +68,25 @@ def check_header(header: Header, record: VersionRecord, head: bytes, where: str)
         _damaged(where, f"its tensors are not the recorded ones, first at {different[0][0]!r}")
 
 
-def check_model(read: Callable[[int, int], Buffer], header: Header, record: VersionRecord, where: str) -> None:
+def check_model(
+    read: Callable[[int, int], Buffer],
+    header: Header,
+    record: VersionRecord,
+    where: str,
+    tell: Callable[[int], None] | None = None,
+) -> None:
     """Raises DamagedError unless header and tensors of a model file are what was recorded.
 
     Args:
         read: Gives at most `length` bytes from `start` on: `read(start, length)`.
+        tell: Told the bytes of each tensor that was hashed.
     """
     check_header(header, record, bytes(read(0, header.offset)), where)
     for slot, digest in hash_slots(header, read):
         if digest != record.tensors[slot.name].sha256:
             _damaged(where, f"the SHA-256 of tensor {slot.name!r} is not the recorded one", tensor=slot.name)
+        if tell is not None:
+            tell(slot.end - slot.start)
 
 
 def _damaged(where: str, why: str, **facts: object) -> NoReturn:

@@ -22,6 +22,7 @@ from multilora_store.storage.changes import Change, Purge, check_directory
 from multilora_store.storage.contents import RECORD_FILE
 from multilora_store.storage.entries import entry_key, parse_journal_key
 from multilora_store.storage.local import LocalBlobs
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.state import State
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = ["Directory", "GcPlan", "GcReport", "gc", "plan_gc"]
 
 DAY: Final = timedelta(days=1)
 _WRITE: Final = timedelta(hours=1)  # no single write takes longer: an older temporary file is nobody's
+_AT_ONCE: Final = 300  # folders, of three files each: no more than one request of S3 deletes
 _ROOTS: Final = ("adapters/", "snapshots/")
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,9 @@ class GcReport:
         }  # fmt: skip
 
 
-def gc(store: ChangingStore, *, grace: timedelta = DAY, dry_run: bool = False) -> GcReport:
+def gc(
+    store: ChangingStore, *, grace: timedelta = DAY, dry_run: bool = False, progress: Listener | None = None
+) -> GcReport:
     """Frees the files of deleted versions, dropped snapshots and abandoned uploads.
 
     Safe beside any number of writers and readers, and to kill at any moment. A storage without exclusive
@@ -108,6 +112,7 @@ def gc(store: ChangingStore, *, grace: timedelta = DAY, dry_run: bool = False) -
         store: The store.
         grace: How long purged files stay, and how long an upload that no entry names is taken for one at work.
         dry_run: Changes nothing; ages are then judged by this machine's clock.
+        progress: Called as folders are removed, with the bytes of their files.
 
     Raises:
         UsageError: `grace` is negative.
@@ -141,7 +146,7 @@ def gc(store: ChangingStore, *, grace: timedelta = DAY, dry_run: bool = False) -
         times = {**times, **_purge_times(store.blobs, done.state, listing, single=False, known=times)}
     final = plan_gc(done.state, listing, purged_at=times, now=max([now, *times.values()]), grace=grace)
     free = [d for d in (before if single else final.free) if d.path not in done.state.directories()]
-    _remove(store.blobs, free)
+    _remove(store.blobs, free, progress)
     if isinstance(store.blobs, LocalBlobs):
         store.blobs.sweep(now - max(grace, _WRITE))
     removed = {d.path for d in free}
@@ -295,10 +300,13 @@ def _refuse_beside_save(store: ChangingStore, plan: GcPlan, state: State, now: d
         )
 
 
-def _remove(blobs: Blobs, directories: Iterable[Directory]) -> None:
+def _remove(blobs: Blobs, directories: Sequence[Directory], progress: Listener | None) -> None:
     """Removes the files of purged folders, each record before the files that it describes."""
-    doomed = [key for directory in directories for key in directory.keys]
-    if doomed:
+    meter = Meter(progress, files=len(directories), nbytes=sum(directory.nbytes for directory in directories))
+    for at in range(0, len(directories), _AT_ONCE):
+        some = directories[at : at + _AT_ONCE]
+        doomed = [key for directory in some for key in directory.keys]
         started = time.monotonic()
         blobs.delete(doomed)
         log.info("gc removed %d files of %s in %.1f s", len(doomed), blobs.url, time.monotonic() - started)
+        meter.add(sum(directory.nbytes for directory in some), files=len(some))

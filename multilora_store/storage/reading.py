@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, UsageError
@@ -14,6 +14,7 @@ from multilora_store.storage.checks import check_config, check_file_hashes, chec
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE, RECORD_FILE, VersionRecord
 from multilora_store.storage.failures import translated
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.records import sha256
 from multilora_store.storage.signing import TrustedKeys
 from multilora_store.storage.state import Version
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["StoredFiles"]
+
+_PIECE: Final = 32 << 20
+"""Bytes of a model file between two words of progress."""
 
 
 class StoredFiles:
@@ -92,7 +96,7 @@ class StoredFiles:
         check_header(tensors.header, record, tensors.head(), str(path))
         return record, config, tensors
 
-    def folder(self, version: Version) -> Path:
+    def folder(self, version: Version, progress: Listener | None = None) -> Path:
         """A local folder with the version's files, every byte checked once and remembered.
 
         Raises:
@@ -107,7 +111,7 @@ class StoredFiles:
                     why="the store is remote and its cache is off",
                     remedy="open the store with cache=True, or export the version",
                 )
-            return self._identified(self._fetch(version, record), record)
+            return self._identified(self._fetch(version, record, progress), record)
         if self._cache is None or not self._cache.known_whole(folder, version.record):
             check_file_hashes(folder, record)
             if self._cache is not None:
@@ -155,9 +159,26 @@ class StoredFiles:
             self._config(data, record, str(path))
         return folder
 
-    def _fetch(self, version: Version, record: VersionRecord) -> Path:
+    def _fetch(self, version: Version, record: VersionRecord, progress: Listener | None = None) -> Path:
+        """A checked copy in the cache; who listens is told of every piece of the model file."""
         assert self._cache is not None
-        return self._cache.fetched(record, lambda file: self._read(version, file))
+        meter = Meter(progress, files=1, nbytes=record.model_size)
+
+        def fetch(file: str) -> bytes:
+            if progress is None or file != MODEL_FILE:
+                return self._read(version, file)
+            starts = range(0, record.model_size, _PIECE)
+            return b"".join(self._piece(version, start, record.model_size, meter) for start in starts)
+
+        return self._cache.fetched(record, fetch)
+
+    def _piece(self, version: Version, start: int, size: int, meter: Meter) -> bytes:
+        length = min(_PIECE, size - start)
+        data = self._blobs.read_range(f"{version.directory}/{MODEL_FILE}", start, length)
+        if data is None:
+            return self._read(version, MODEL_FILE)  # says what is missing
+        meter.add(len(data), files=int(start + length == size))
+        return data
 
     def _local(self, version: Version) -> Path | None:
         path = self._blobs.local_path(f"{version.directory}/{RECORD_FILE}")

@@ -90,7 +90,7 @@ def verify(
         ref: One version; None: every live version, every live snapshot's files, and the journal.
         deep: Also hashes every tensor and looks for NaN and infinities.
         threads: How many versions are checked side by side.
-        progress: Called after each version.
+        progress: Called as tensors are hashed, and after each version.
         trusted_keys: Files of public keys; a version that none of them signed is a finding. By default the
             store's own, if it was opened with some.
 
@@ -112,8 +112,15 @@ def verify(
     meter = Meter(progress, files=len(unique), nbytes=sum(version.nbytes for version in unique))
 
     def check(version: Version) -> list[Finding]:
-        found = list(_check_version(store, version, deep))
-        meter.add(version.nbytes)
+        told = 0
+
+        def tell(nbytes: int) -> None:
+            nonlocal told
+            told += nbytes
+            meter.add(nbytes, files=0)
+
+        found = list(_check_version(store, version, tell if deep else None))
+        meter.add(version.nbytes - told)
         return found
 
     findings = [] if ref is not None else check_journal(store)
@@ -156,7 +163,8 @@ def _check_signature(store: StoreView, version: Version, trusted: TrustedKeys) -
         yield _finding("signature", str(version), "journal/", error)
 
 
-def _check_version(store: StoreView, version: Version, deep: bool) -> Iterator[Finding]:
+def _check_version(store: StoreView, version: Version, tell: Callable[[int], None] | None) -> Iterator[Finding]:
+    """With `tell`, which is told of bytes that were hashed, every byte is read."""
     blobs, subject = store.blobs, str(version)
     try:
         record = store.files.recorded(version)
@@ -178,12 +186,14 @@ def _check_version(store: StoreView, version: Version, deep: bool) -> Iterator[F
                 check_identity(config, record, key)
     except (DamagedError, ConfigError, StorageError) as error:
         yield _finding("storage" if isinstance(error, StorageError) else "config", subject, key, error)
-    yield from _check_model(blobs, f"{version.directory}/{MODEL_FILE}", subject, record, config, deep)
+    yield from _check_model(blobs, f"{version.directory}/{MODEL_FILE}", subject, record, config, tell)
 
 
 def _check_model(
-    blobs: Blobs, key: str, subject: str, record: VersionRecord | None, config: AdapterConfig | None, deep: bool
-) -> Iterator[Finding]:
+    blobs: Blobs, key: str, subject: str, record: VersionRecord | None, config: AdapterConfig | None,
+    tell: Callable[[int], None] | None,
+) -> Iterator[Finding]:  # fmt: skip
+    deep = tell is not None
     try:
         info = blobs.stat(key)
         if info is None:
@@ -211,18 +221,19 @@ def _check_model(
         shapes = {slot.name: slot.shape for slot in header.slots.values()}
         for message in rank_faults(config, shapes):
             yield Finding(kind="shape", subject=subject, path=key, message=message)
-    if deep:
-        yield from _check_bytes(blobs, key, subject, record, whole)
+    if tell is not None:
+        yield from _check_bytes(blobs, key, subject, record, whole, tell)
 
 
 def _check_bytes(
-    blobs: Blobs, key: str, subject: str, record: VersionRecord | None, whole: bytes | None
-) -> Iterator[Finding]:
+    blobs: Blobs, key: str, subject: str, record: VersionRecord | None, whole: bytes | None,
+    tell: Callable[[int], None],
+) -> Iterator[Finding]:  # fmt: skip
     path = blobs.local_path(key)
     try:
         tensors = lazy_from_file(path) if path is not None else lazy_from_bytes(whole or b"", key)
         if record is not None and tensors.header.nbytes == record.model_size:
-            check_model(tensors.piece, tensors.header, record, key)
+            check_model(tensors.piece, tensors.header, record, key, tell)
         bad = nonfinite((name, tensor) for name, tensor in tensors.items() if tensor.numel())
     except DamagedError as error:
         yield _finding("hash", subject, key, error)

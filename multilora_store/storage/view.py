@@ -107,10 +107,10 @@ class StoreView:
         record, config, tensors = self.files.open(version)
         return StoredAdapter(name=version.name, version=version, config=config, tensors=tensors, infos=record.tensors)
 
-    def path(self, ref: str | Ref | Version) -> Path:
-        """A local PEFT directory with the version's files, fetched if need be and checked."""
+    def path(self, ref: str | Ref | Version, *, progress: Listener | None = None) -> Path:
+        """A local PEFT directory with the version's files, fetched if need be (`progress` is told) and checked."""
         version = ref if isinstance(ref, Version) else self.resolve(ref)
-        return self.files.folder(version)
+        return self.files.folder(version, progress)
 
     def log(self) -> list[Entry]:
         """Every entry of the journal, oldest first."""

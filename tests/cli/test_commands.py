@@ -301,13 +301,9 @@ def test_meta_builds_the_structure_alone(run: Run, store: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "list",
-        "show a",
-        "verify",
         "import ./x",
         "tag a@latest best",
         "delete a",
-        "path a",
         "assemble snapshot=latest base=demo",
     ],
 )

@@ -88,7 +88,7 @@ def test_a_file_in_a_subfolder_needs_its_package_line(run: Run, configs: Callabl
 def test_an_unknown_field_in_a_file(run: Run, configs: Callable[..., Path]) -> None:
     result = run(f"assemble --config-dir {configs(adapters__a='a: {sauce: /x}')} +adapters=a base=demo")
     assert result.code == 2
-    assert "'sauce'" in result.err
+    assert "no adapters.a.sauce\n  did you mean source?" in result.err
 
 
 def test_a_folder_that_is_not_there(run: Run) -> None:

@@ -14,12 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from multilora_store import export_adapter, open_store
+from multilora_store import export_adapter, open_store, sync
+from multilora_store.assembly import assemble
+from multilora_store.assembly.bases import demo_base
 from multilora_store.cli import main
+from multilora_store.integrations.inspection import inspect_checkpoint
+from multilora_store.merging import diff
 from multilora_store.storage import SnapshotDraft, SnapshotMember
+from multilora_store.storage.progress import Progress
 
 Run = Callable[[str], Any]
 
@@ -34,6 +40,10 @@ LINES = {
     "restore {out}/restored": ["restoring"],
     "repair": ["repairing"],
     "sync {store} {out}/copy": ["syncing"],
+    "diff a b": ["comparing"],
+    "doctor {folder}": ["looking"],
+    "path a store={remote}": ["fetching"],
+    "gc grace_hours=0 store={out}/copy": ["collecting"],
 }
 
 
@@ -74,14 +84,19 @@ def spelled(store: str, base_folder: Path, here: Path) -> Callable[[str], str]:
     members = {name: SnapshotMember(version=opened.resolve(name).id) for name in ("a", "b")}
     opened.commit([], snapshot=SnapshotDraft(id=opened.new_snapshot_id(), step=3, adapters=members))
     export_adapter(opened, "b", here.parent / "folder")
+    remote = f"memory://{uuid4().hex}"
+    sync(store, remote)
     places = {"folder": here.parent / "folder", "out": here / "out", "base": base_folder, "store": store}
-    return lambda line: line.format(**places) + ("" if line.startswith("sync") else f" store={store}")
+    places["remote"] = remote
+    return lambda line: line.format(**places) + ("" if re.search(r"^sync|store=", line) else f" store={store}")
 
 
 def test_a_terminal_is_told_how_far_it_is(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     for line, labels in LINES.items():
+        if line.startswith("gc"):
+            open_store(Path.cwd() / "out" / "copy").delete_all("team/zh")
         with terminal(monkeypatch) as drawn:
-            assert main(shlex.split(spelled(line))) == 0, line
+            assert main(shlex.split(spelled(line))) in (0, 3), line
         frames = [frame for frame in re.split(r"[\r\n]+", ESCAPE.sub("", drawn[0])) if frame.strip()]
         for label in labels:
             last = [frame for frame in frames if frame.startswith(label)][-1]
@@ -93,11 +108,37 @@ def test_a_terminal_is_told_how_far_it_is(spelled: Callable[[str], str], monkeyp
         assert drawn[0].endswith("\x1b[2K"), "the bar is wiped"
 
 
-def test_what_has_no_bytes_counts_pieces(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "label", "pieces"),
+    [("report", "reading headers", 3), ("plan '+adapters=[a,b]' base=demo world_size=4", "planning", 2)],
+)
+def test_what_has_no_bytes_counts_pieces(
+    line: str, label: str, pieces: int, spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with terminal(monkeypatch) as drawn:
-        assert main(shlex.split(spelled("report"))) == 0
+        assert main(shlex.split(spelled(line))) == 0
     last = [frame for frame in re.split(r"[\r\n]+", ESCAPE.sub("", drawn[0])) if frame.strip()][-1]
-    assert re.fullmatch(r"reading headers \S+ 3/3 \d:\d\d:\d\d\s*", last)
+    assert re.fullmatch(rf"{label} \S+ {pieces}/{pieces} \d:\d\d:\d\d\s*", last)
+
+
+def test_parts_of_one_adapter_are_told(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One large file never jumps from nothing to all."""
+    monkeypatch.setattr("multilora_store.storage.reading._PIECE", 4096)
+    opened, remote = open_store(spelled("{store}").split()[0]), open_store(spelled("{remote}").split()[0])
+    works: dict[str, Callable[[Any], Any]] = {
+        "verify": lambda tell: opened.verify("a", progress=tell),
+        "path": lambda tell: remote.path("a", progress=tell),
+        "assemble": lambda tell: assemble(demo_base(), {"a": {}}, store=opened, progress=tell),
+        "diff": lambda tell: diff(opened, "a", "b", progress=tell),
+        "doctor": lambda tell: inspect_checkpoint(spelled("{folder}").split()[0], progress=tell),
+    }
+    for work, do in works.items():
+        told: list[Progress] = []
+        do(told.append)
+        amounts = [now.nbytes for now in told]
+        assert len(set(amounts)) > 4, work
+        assert amounts == sorted(amounts), work
+        assert (told[-1].nbytes, told[-1].files) == (told[-1].nbytes_total, told[-1].files_total), work
 
 
 @pytest.mark.parametrize("word", ["quiet=true", "output=json"])

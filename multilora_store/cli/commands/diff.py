@@ -39,8 +39,8 @@ def run(options: DiffOptions, terminal: Terminal) -> Outcome:
 
     view: list[Table | str] = [f"{left.version} and {right.version} differ", *_config_view(document["config"])]
     try:
-        with terminal.waiting("comparing deltas"):
-            found = diff(store, str(left.version), str(right.version))
+        with terminal.progress("comparing") as progress:
+            found = diff(store, str(left.version), str(right.version), progress=progress)
     except MergeError as error:  # a kind of adapter whose delta cannot be formed: tensors are all there is to compare
         view.append(f"deltas cannot be compared: {error.what}")
         view += _tensor_view(document["tensors"])

@@ -138,8 +138,8 @@ def _refused(error: MultiLoRAError) -> Diagnosis:
 
 
 def _of_checkpoint(path: str, allow_pickle: bool, terminal: Terminal) -> Outcome:
-    with terminal.waiting("looking into the checkpoint"):
-        found = inspect_checkpoint(local_path(path), allow_pickle=allow_pickle)
+    with terminal.progress("looking") as progress:
+        found = inspect_checkpoint(local_path(path), allow_pickle=allow_pickle, progress=progress)
     seen = found.recognised
     beside = f", beside it {', '.join(seen.parts)}" if seen.parts else ""
     return _outcome(["checkpoint"], None, [f"{path}: {seen.title}{beside}", *_held(found)], found.findings, {

@@ -21,8 +21,8 @@ def run(options: GcOptions, terminal: Terminal) -> Outcome:
     """Purge through the journal first; files go when the purge is older than the grace period."""
     store = opened_store(options, terminal)
     kept = _retain(store, options) if options.policies else None
-    with terminal.waiting(f"collecting {store.url}"):
-        report = store.gc(grace=timedelta(hours=options.grace_hours), dry_run=options.dry_run)
+    with terminal.progress("collecting") as progress:
+        report = store.gc(grace=timedelta(hours=options.grace_hours), dry_run=options.dry_run, progress=progress)
     would = "would be " if report.dry_run else ""
     plans = (("purge", report.purged), ("free", report.freed), ("keep", report.kept)) if report.dry_run else ()
     removed = [] if kept is None else [*kept["dropped"], *kept["deleted"]]

@@ -15,7 +15,7 @@ def run(options: PathOptions, terminal: Terminal) -> Outcome:
     """The folder alone on one line, so that a shell can use it."""
     store = opened_store(options, terminal)
     version = store.resolve(options.ref)
-    with terminal.waiting(f"fetching {version}"):
-        folder = store.path(f"{version.name}@{version.id}")
+    with terminal.progress("fetching") as progress:
+        folder = store.path(f"{version.name}@{version.id}", progress=progress)
     document = {"store": store.url, "path": str(folder), "adapter": version_document(version)}
     return Outcome(document=document, view=[str(folder)])

@@ -13,6 +13,7 @@ from multilora_store.cli.stores import store_for_set
 from multilora_store.cli.terminal import Terminal
 from multilora_store.cli.typed import plain
 from multilora_store.manifest import AdapterSpec, Lock, Manifest
+from multilora_store.storage.progress import Meter
 
 if TYPE_CHECKING:
     from multilora_store.adapter import AdapterConfig
@@ -32,21 +33,24 @@ def run(options: PlanOptions, terminal: Terminal) -> Outcome:
     lock = locked(options, store)
     active = [entry.name for entry in lock if entry.spec.active and entry.spec.weight]
     trainable = [entry.name for entry in lock if entry.spec.trainable]
-    with terminal.waiting(f"planning {len(lock)} adapters on {options.world_size} ranks"):
+    with terminal.progress("reading headers", of_bytes=False) as progress:
+        structure = _structure(lock, store, Meter(progress, files=len(lock)))
+    with terminal.progress("planning", of_bytes=False) as progress:
         found = plan(
             build_base(plain(options.base), meta=True),
-            _structure(lock, store),
+            structure,
             world_size=options.world_size,
             replicas=options.replicas,
             granularity=options.granularity,
             optimizer=options.optimizer,
             active=active,
             trainable=trainable,
+            progress=progress,
         )
     return _outcome(options, found, store, set(active), set(trainable))
 
 
-def _structure(lock: Lock, store: Store | None) -> Manifest:
+def _structure(lock: Lock, store: Store | None, meter: Meter) -> Manifest:
     """The set as configurations and dtypes: what its files say, without their tensors."""
     from multilora_store.assembly.resolve import Stores
 
@@ -59,6 +63,7 @@ def _structure(lock: Lock, store: Store | None) -> Manifest:
             dtype = dtype or stored_as
         raw = {**config.raw, "init_lora_weights": True}  # no other start than that of its values, which are not read
         specs[entry.name] = AdapterSpec(name=entry.name, if_missing="init", config=raw, dtype=dtype)
+        meter.add(0)
     return Manifest(specs)
 
 
