@@ -121,9 +121,27 @@ PATH = "model.layers.0.self_attn.q_proj"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+def gguf_file(file: Path, down: torch.Tensor, up: torch.Tensor) -> str:
+    """As llama.cpp's converter writes it."""
+    import gguf
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 6.0)
+    for side, tensor in (("a", down), ("b", up)):
+        writer.add_tensor(f"blk.0.attn_q.weight.lora_{side}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
+
+
 def layouts(folder: Path) -> Mapping[str, tuple[str, torch.Tensor]]:
     """By source, a file in its layout below the folder, and the one delta that it holds."""
-    up, down = torch.randn(6, 2), torch.randn(2, 5)
+    up, down = torch.randn(8, 2), torch.randn(2, 5)  # no padding at the end of a GGUF file
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
     flat = PATH.replace(".", "_")
     files: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, Any]]] = {
@@ -162,7 +180,7 @@ def layouts(folder: Path) -> Mapping[str, tuple[str, torch.Tensor]]:
         ),
     }
     files["unsloth"], files["hf"] = files["peft_legacy"], files["peft"]
-    made = {}
+    made = {"gguf": (gguf_file(folder / "style.gguf", down, up), 3.0 * up @ down)}
     for source, (file, tensors, beside) in files.items():
         place = folder / source
         if source == "hf":  # the hub's cache, read offline

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import MultiLoRAError
 from multilora_store.integrations.checkpoint_files import Checkpoint, open_checkpoint
+from multilora_store.integrations.checkpoint_gguf import gguf_checkpoint
 from multilora_store.integrations.checkpoints import PAIRS, adapter_in, from_root
+from multilora_store.integrations.diagnosis import Diagnosis, Inspection, SeenAdapter, said, some
 from multilora_store.integrations.recognising import Recognised, recognise
 from multilora_store.storage.codec import nonfinite
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.peft_folder import PICKLE_FILE
+from multilora_store.storage.progress import Listener, Meter
 from multilora_store.storage.verify import rank_faults
 
 if TYPE_CHECKING:
@@ -27,64 +29,18 @@ __all__ = ["Diagnosis", "Inspection", "SeenAdapter", "inspect_checkpoint", "some
 _WRAPPER: Final = re.compile(
     r"(?:^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.(?=.*lora_|.*base_model)"
 )
+_WIDTH: Final = 4
+"""Bytes that an element is taken for until it is read."""
 _RESCUE: Final = "take its adapters out: import {path} configs.NAME=/path/of/its/adapter_config.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """One finding.
-
-    Attributes:
-        area: Where it was found: `checkpoint`, `store`, `set`, or an audit check's name.
-        subject: The adapter, version or file.
-        what: What is wrong.
-        cause: What makes that happen.
-        evidence: What shows it: a file, tensors, numbers.
-        remedy: What would do.
-    """
-
-    area: str
-    subject: str
-    what: str
-    cause: str = ""
-    evidence: str = ""
-    remedy: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeenAdapter:
-    """An adapter of a checkpoint: its name ("" where none is written down), where it lies, what it holds.
-
-    Attributes:
-        declared: Whether an `adapter_config.json` lies beside it.
-        tensors, numel: How many tensors and elements; 0 where they could not be looked at.
-    """
-
-    name: str
-    where: str
-    declared: bool
-    tensors: int
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
-    """What a checkpoint is, which adapters are in it, and what was found."""
-
-    recognised: Recognised
-    adapters: tuple[SeenAdapter, ...]
-    findings: tuple[Diagnosis, ...]
-
-
-def inspect_checkpoint(path: str | Path, *, allow_pickle: bool = False) -> Inspection:
+def inspect_checkpoint(path: str | Path, *, allow_pickle: bool = False, progress: Listener | None = None) -> Inspection:
     """Look into a local checkpoint of PEFT, transformers, accelerate, torch or DeepSpeed; nothing is changed.
 
     Args:
         path: A file or folder.
         allow_pickle: Also opens pickles, by restricted loading that runs no code.
+        progress: Called after each tensor that is read, and after each adapter.
 
     Raises:
         UsageError: nothing is there, or nothing that is known.
@@ -94,11 +50,14 @@ def inspect_checkpoint(path: str | Path, *, allow_pickle: bool = False) -> Inspe
     findings: list[Diagnosis] = []
     try:
         if found.kind == "peft":
-            adapters += [_folder(found, folder, allow_pickle, findings) for folder in found.folders]
-        elif found.kind in ("deepspeed", "gguf"):
+            meter = Meter(progress, files=len(found.folders))
+            adapters += [_folder(found, folder, allow_pickle, findings, meter) for folder in found.folders]
+        elif found.kind == "gguf":
+            adapters += _gguf(found, findings, progress)
+        elif found.kind == "deepspeed":
             findings.append(_closed(found))
         elif found.kind == "safetensors" or allow_pickle:
-            adapters += _model(found, open_checkpoint(found.path, allow_pickle=allow_pickle), findings)
+            adapters += _model(found, open_checkpoint(found.path, allow_pickle=allow_pickle), findings, Meter(progress))
         else:
             findings.append(_unread(str(found.path)))
     except MultiLoRAError as error:
@@ -107,7 +66,7 @@ def inspect_checkpoint(path: str | Path, *, allow_pickle: bool = False) -> Inspe
     return Inspection(recognised=found, adapters=tuple(adapters), findings=tuple(findings))
 
 
-def _folder(found: Recognised, folder: str, allow_pickle: bool, findings: list[Diagnosis]) -> SeenAdapter:
+def _folder(found: Recognised, folder: str, allow_pickle: bool, findings: list[Diagnosis], meter: Meter) -> SeenAdapter:
     """One PEFT folder."""
     place = found.path / folder
     name = folder or "default"
@@ -115,7 +74,7 @@ def _folder(found: Recognised, folder: str, allow_pickle: bool, findings: list[D
     config, shapes = None, {}
     if CONFIG_FILE not in held:
         findings.append(
-            _said(name, "weights without their configuration", f"{place} has no {CONFIG_FILE}",
+            said(name, "weights without their configuration", f"{place} has no {CONFIG_FILE}",
                   "the save was cut short, or only the weights were copied",
                   f"copy its {CONFIG_FILE} there; save_pretrained writes both")
         )  # fmt: skip
@@ -127,7 +86,7 @@ def _folder(found: Recognised, folder: str, allow_pickle: bool, findings: list[D
     weights = next((file for file in (MODEL_FILE, PICKLE_FILE) if file in held), None)
     if weights is None:
         findings.append(
-            _said(name, "declared, but it has no tensors", f"{place} has {CONFIG_FILE} and no {MODEL_FILE}",
+            said(name, "declared, but it has no tensors", f"{place} has {CONFIG_FILE} and no {MODEL_FILE}",
                   "only the active adapter was saved, or a rank that held nothing wrote the folder",
                   "save it again: multilora_store.save writes every adapter, active or not")
         )  # fmt: skip
@@ -137,15 +96,30 @@ def _folder(found: Recognised, folder: str, allow_pickle: bool, findings: list[D
         try:
             checkpoint = open_checkpoint(place / weights, allow_pickle=allow_pickle)
             shapes = dict(checkpoint.shapes)
-            findings += _of_adapter(name, checkpoint, {from_root(key): key for key in shapes}, config, alone=True)
+            findings += _of_adapter(
+                name, checkpoint, {from_root(key): key for key in shapes}, config, meter, alone=True
+            )
         except MultiLoRAError as error:
             findings.append(_refused(name, error))
+    meter.add(0)
     return SeenAdapter(
         name=name, where=str(place), declared=CONFIG_FILE in held, tensors=len(shapes), numel=_numel(shapes.values())
     )
 
 
-def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis]) -> list[SeenAdapter]:
+def _gguf(found: Recognised, findings: list[Diagnosis], progress: Listener | None) -> Iterator[SeenAdapter]:
+    """LoRA files of llama.cpp, under the names that PEFT gives their modules."""
+    files = [found.path] if found.path.is_file() else [found.path / one for one in found.files if one.endswith(".gguf")]
+    meter = Meter(progress, files=len(files))
+    for file in files:
+        checkpoint = gguf_checkpoint(file)
+        findings += _of_adapter(file.stem, checkpoint, {key: key for key in checkpoint.shapes}, None, meter, alone=True)
+        meter.add(0)
+        shapes = checkpoint.shapes.values()
+        yield SeenAdapter(name=file.stem, where=str(file), declared=True, tensors=len(shapes), numel=_numel(shapes))
+
+
+def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis], meter: Meter) -> list[SeenAdapter]:
     """The adapters among the tensors of a whole model, by the names that the model gave them."""
     named: dict[str, dict[str, str]] = defaultdict(dict)
     for key in checkpoint.shapes:
@@ -153,16 +127,18 @@ def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis])
         if inside is not None:
             named[inside][_canonical(from_root(key), inside)] = key
     seen = []
+    meter.expect(len(named), 0)
     for inside, keys in sorted(named.items()):
         name = inside.replace("%2E", ".") or "(without a name)"
-        findings += _of_adapter(name, checkpoint, keys, None, alone=False)
+        findings += _of_adapter(name, checkpoint, keys, None, meter, alone=False)
+        meter.add(0)
         shapes = [checkpoint.shapes[key] for key in keys.values()]
         seen.append(
             SeenAdapter(name=name, where=checkpoint.where, declared=False, tensors=len(keys), numel=_numel(shapes))
         )
     if not named:
         findings.append(
-            _said(str(found.path), "there is no adapter in it", f"{len(checkpoint.shapes)} tensors, none of LoRA",
+            said(str(found.path), "there is no adapter in it", f"{len(checkpoint.shapes)} tensors, none of LoRA",
                   "the adapters were merged before the save, or never were in the model that was saved",
                   "look for the folder that save_pretrained wrote, or an earlier checkpoint")
         )  # fmt: skip
@@ -170,13 +146,13 @@ def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis])
     if len(set(counts.values())) > 1:
         told = ", ".join(f"{name}: {count}" for name, count in counts.items())
         findings.append(
-            _said(str(found.path), "its adapters do not have equally many tensors", told,
+            said(str(found.path), "its adapters do not have equally many tensors", told,
                   "they have other targets, or some were saved in part",
                   "compare with each adapter_config.json; rescue checks every target")
         )  # fmt: skip
     if seen and found.kind != "peft":
         findings.append(
-            _said(str(found.path), "its adapters lie among the base's tensors, without configurations",
+            said(str(found.path), "its adapters lie among the base's tensors, without configurations",
                   ", ".join(counts), "a checkpoint of the whole model says nothing of rank, alpha and targets",
                   _RESCUE.format(path=found.path))
         )  # fmt: skip
@@ -188,8 +164,9 @@ def _canonical(key: str, inside: str) -> str:
 
 
 def _of_adapter(
-    name: str, checkpoint: Checkpoint, keys: Mapping[str, str], config: AdapterConfig | None, *, alone: bool
-) -> Iterator[Diagnosis]:
+    name: str, checkpoint: Checkpoint, keys: Mapping[str, str], config: AdapterConfig | None, meter: Meter,
+    *, alone: bool,
+) -> Iterator[Diagnosis]:  # fmt: skip
     """What is wrong with the tensors of one adapter: names, shapes, then values."""
     shapes = {plain: checkpoint.shapes[key] for plain, key in keys.items()}
     yield from _names(name, keys.values(), alone=alone)
@@ -197,9 +174,13 @@ def _of_adapter(
     if config is not None:
         yield from _against(name, shapes, config)
     readable = [key for key in keys.values() if 0 not in checkpoint.shapes[key]]
-    values = {
-        key: checkpoint.read([key])[key] for key in readable if not alone or adapter_in(from_root(key)) is not None
-    }
+    wanted = [key for key in readable if not alone or adapter_in(from_root(key)) is not None]
+    meter.expect(0, _WIDTH * _numel(checkpoint.shapes[key] for key in wanted))
+    values = {}
+    for key in wanted:
+        values[key] = checkpoint.read([key])[key]
+        meter.expect(0, values[key].nbytes - _WIDTH * values[key].numel())
+        meter.add(values[key].nbytes, files=0)
     yield from _values(name, values)
 
 
@@ -207,21 +188,21 @@ def _names(name: str, keys: Iterable[str], *, alone: bool) -> Iterator[Diagnosis
     listed = sorted(keys)
     wrapped = [key for key in listed if _WRAPPER.search(key)]
     if wrapped:
-        yield _said(
+        yield said(
             name, f"{len(wrapped)} names carry a wrapper's prefix", some(wrapped),
             "the state dict was taken from the wrapped model; PEFT's loaders drop such names without a word",
             "import takes the prefixes off",
         )  # fmt: skip
     inside = [key for key in listed if alone and adapter_in(from_root(key))]
     if inside:
-        yield _said(
+        yield said(
             name, f"{len(inside)} names carry the adapter's own name", some(inside),
             "the model's state dict was written instead of PEFT's; loading drops such names without a word",
             "import the file as a checkpoint: import FILE configs.NAME=adapter_config.json",
         )  # fmt: skip
     base = [key for key in listed if alone and adapter_in(from_root(key)) is None]
     if base:
-        yield _said(
+        yield said(
             name, f"{len(base)} tensors are the base's", some(base),
             "PEFT saves embeddings along by itself, or the whole model was saved",
             "save with save_embedding_layers=False; vLLM refuses such files",
@@ -231,14 +212,14 @@ def _names(name: str, keys: Iterable[str], *, alone: bool) -> Iterator[Diagnosis
 def _shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *, flat: bool) -> Iterator[Diagnosis]:
     empty = [f"{key} {shape}" for key, shape in sorted(shapes.items()) if 0 in shape]
     if empty:
-        yield _said(
+        yield said(
             name, f"{len(empty)} of {len(shapes)} tensors are empty", some(empty),
             "one rank's share of a sharded save (FSDP), or a partitioned parameter (ZeRO-3), was written as the whole",
             "use the files of all ranks, or an earlier checkpoint; multilora_store.save stops at such tensors",
         )  # fmt: skip
     slices = [key for key, shape in sorted(shapes.items()) if len(shape) == 1 and re.search(r"\.lora_(A|B)\.", key)]
     if slices and not flat:
-        yield _said(
+        yield said(
             name, f"{len(slices)} factors are flat", some(slices),
             "slices of FSDP1's flat parameter, written without their place in it",
             "load the checkpoint where it was made and save a full or sharded state dict",
@@ -251,7 +232,7 @@ def _shapes(name: str, shapes: Mapping[str, tuple[int, ...]], *, flat: bool) -> 
         if path + other not in shapes
     ]
     if half:
-        yield _said(
+        yield said(
             name, f"{len(half)} factors have no partner", some(sorted(half)),
             "one half of a pair has no effect; the file was cut, or ranks wrote different halves",
             "use the files of all ranks, or an earlier checkpoint",
@@ -263,7 +244,7 @@ def _against(name: str, shapes: Mapping[str, tuple[int, ...]], config: AdapterCo
     whole = {key: shape for key, shape in shapes.items() if 0 not in shape}
     wrong = list(rank_faults(config, whole))
     if wrong:
-        yield _said(
+        yield said(
             name, f"{len(wrong)} tensors have another rank than the configuration says", some(wrong),
             f"the {CONFIG_FILE} is another training's", "put back the one that belongs to these weights",
         )  # fmt: skip
@@ -272,7 +253,7 @@ def _against(name: str, shapes: Mapping[str, tuple[int, ...]], config: AdapterCo
         adapted = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in shapes if ".lora_" in key}
         bare = sorted(target for target in targets if target.rpartition(".")[2] not in adapted)
         if bare:
-            yield _said(
+            yield said(
                 name, f"{len(bare)} of {len(targets)} targets have no tensors", ", ".join(bare),
                 "the save lost them, or the base has no such modules",
                 "compare with the base's module names, or use an earlier checkpoint",
@@ -280,7 +261,7 @@ def _against(name: str, shapes: Mapping[str, tuple[int, ...]], config: AdapterCo
     saved = [str(module) for module in config.raw.get("modules_to_save") or ()]
     gone = [module for module in saved if not any(f".{module}." in f".{key}" and "lora_" not in key for key in shapes)]
     if gone:
-        yield _said(
+        yield said(
             name, "modules trained in full are not in the file", ", ".join(gone),
             "the save left modules_to_save out", "save it with PEFT's save_pretrained, or multilora_store.save",
         )  # fmt: skip
@@ -289,13 +270,13 @@ def _against(name: str, shapes: Mapping[str, tuple[int, ...]], config: AdapterCo
 def _values(name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Diagnosis]:
     bad = nonfinite(tensors.items())
     if bad:
-        yield _said(
+        yield said(
             name, f"{len(bad)} tensors hold a NaN or an infinity", some(sorted(bad)),
             "training had diverged when it was saved", "use the last checkpoint before that",
         )  # fmt: skip
     ups = [tensor for key, tensor in tensors.items() if re.search(r"\.lora_(embedding_)?B(\.|$)", key)]
     if ups and not any(bool(tensor.any()) for tensor in ups):
-        yield _said(
+        yield said(
             name, "it has no effect: every B factor is zero", f"{len(ups)} B factors",
             "it was never trained: frozen, inactive, or its gradients went to another copy",
             "train it: multilora_store.activate(model, ..., trainable=[NAME])",
@@ -307,7 +288,7 @@ def _missing_parts(found: Recognised) -> Iterator[Diagnosis]:
     wanted = {"transformers": ("optimizer state", "scheduler state", "random state", "trainer state")}
     lacking = [part for part in wanted.get(found.writer, ()) if part not in found.parts]
     if lacking:
-        yield _said(
+        yield said(
             str(found.path), f"no {', no '.join(lacking)}", f"{len(found.files)} files, none of that",
             "save_only_model was set, or the save was cut short",
             "training starts with fresh state from here; use a whole checkpoint to resume",
@@ -315,13 +296,7 @@ def _missing_parts(found: Recognised) -> Iterator[Diagnosis]:
 
 
 def _closed(found: Recognised) -> Diagnosis:
-    if found.kind == "gguf":
-        return _said(
-            str(found.path), "a GGUF file is not looked into", "its name ends in .gguf",
-            "it is llama.cpp's format, quantised and without PEFT's names",
-            "keep the safetensors that it was made from",
-        )  # fmt: skip
-    return _said(
+    return said(
         str(found.path), "DeepSpeed's files are not looked into",
         some([file for file in found.files if file.endswith(".pt")]),
         "ZeRO cuts parameters into partitions that only DeepSpeed puts together",
@@ -330,7 +305,7 @@ def _closed(found: Recognised) -> Diagnosis:
 
 
 def _unread(path: str) -> Diagnosis:
-    return _said(
+    return said(
         path, "it is a pickle, so it was not looked into", path,
         "a pickle can name code to run when it is loaded",
         "allow_pickle=true reads it by restricted loading, which runs none",
@@ -338,11 +313,7 @@ def _unread(path: str) -> Diagnosis:
 
 
 def _refused(subject: str, error: MultiLoRAError) -> Diagnosis:
-    return _said(subject, error.what, type(error).__name__, error.why, error.remedy)
-
-
-def _said(subject: str, what: str, evidence: str, cause: str, remedy: str) -> Diagnosis:
-    return Diagnosis(area="checkpoint", subject=subject, what=what, cause=cause, evidence=evidence, remedy=remedy)
+    return said(subject, error.what, type(error).__name__, error.why, error.remedy)
 
 
 def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
@@ -353,8 +324,3 @@ def _numel(shapes: Iterable[tuple[int, ...]]) -> int:
             size *= length
         total += size
     return total
-
-
-def some(names: Sequence[str]) -> str:
-    """The first of several, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -29,7 +29,7 @@ _TITLES: Final = {
     "safetensors": "a model as safetensors",
     "torch": "a model as a pickle",
     "deepspeed": "a DeepSpeed checkpoint",
-    "gguf": "a GGUF file",
+    "gguf": "a GGUF file of llama.cpp",
 }
 
 

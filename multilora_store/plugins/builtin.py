@@ -34,6 +34,7 @@ BUILTINS: Final[Mapping[tuple[str, str], str]] = MappingProxyType(
             ("source", name): f"multilora_store.storage.dialects:read_{reader}"
             for name, reader in {
                 "diffusers": "diffusers",
+                "gguf": "gguf",
                 "hf": "hf",
                 "kohya": "kohya",
                 "mlx": "mlx",

@@ -214,8 +214,8 @@ def test_deepspeed_and_gguf_are_named(tmp_path: Path) -> None:
     found = inspect_checkpoint(tmp_path / "run")
     assert found.recognised.title == "a DeepSpeed checkpoint"
     assert "zero_to_fp32" in found.findings[0].remedy
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    assert inspect_checkpoint(tmp_path / "a.gguf").recognised.title == "a GGUF file"
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")  # what a whole one holds: tests/storage/test_gguf.py
+    assert inspect_checkpoint(tmp_path / "a.gguf").recognised.title == "a GGUF file of llama.cpp"
 
 
 def test_what_is_no_checkpoint_is_a_usage_error(tmp_path: Path) -> None:
