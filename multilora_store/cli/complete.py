@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["complete", "suggestions"]
 
+_ZSH: Final = r"""
+_multilora_store() {
+  local -a found
+  found=(${(f)"$(COMP_LINE="$LBUFFER" multilora-store -sc query=fish 2>/dev/null)"})
+  compadd -U -S '' -- ${found#[\'\"]}
+}
+compdef _multilora_store multilora-store
+"""
+"""Hydra has zsh go through bash's completion, which stops at brackets."""
 _INNER: Final = ("demo/", "hydra", "options=")
 """Groups that are not for users: offered to who types their first letter."""
 
@@ -34,9 +43,12 @@ def complete(overrides: Sequence[str]) -> int:
     if len(asked) != 1:
         raise UsageError(
             "--shell-completion needs one of install=SHELL, uninstall=SHELL, query=SHELL",
-            remedy='bash: eval "$(multilora-store -sc install=bash)"; zsh the same after: autoload -Uz bashcompinit && '
-            "bashcompinit; fish: multilora-store -sc install=fish | source",
+            remedy='bash, zsh: eval "$(multilora-store -sc install=bash)", or zsh, where compinit has run; '
+            "fish: multilora-store -sc install=fish | source",
         )
+    if asked[0].endswith("=zsh"):
+        print(_ZSH.strip() if asked[0].startswith("install") else "compdef -d multilora-store")
+        return 0
     if asked[0].startswith("query="):
         found = suggestions(os.environ.get("COMP_LINE", ""))
         if found is not None:

@@ -126,7 +126,7 @@ def _flags() -> list[str]:
         "--config-dir DIR": "a folder of your own configs, searched first (adapters/a.yaml, assemble.yaml, ...)",
         "--cfg job": "print the composed config, run nothing",
         "-m": "one run for each combination of comma-separated values",
-        "--shell-completion": 'install=bash: eval "$(multilora-store -sc install=bash)"; zsh and fish too',
+        "--shell-completion": 'install=bash: eval "$(multilora-store -sc install=bash)"; or zsh; fish: ... | source',
         "--version, --hydra-help": "this program's version; Hydra's own flags",
     }
     lines = ["flags:"]

@@ -58,10 +58,23 @@ def test_a_store_that_is_not_there_is_no_error(complete: Callable[[str], list[st
     assert complete("assemble store=./nowhere +adapters=[") == []
 
 
-@pytest.mark.parametrize("shell", ["bash", "fish"])
-def test_the_shell_s_script(run: Run, shell: str) -> None:
-    assert "complete" in run(f"-sc install={shell}").out
+def test_the_shell_s_script(run: Run) -> None:
+    for shell, words in (("bash", "complete "), ("zsh", "compdef _multilora_store "), ("fish", "complete ")):
+        assert words in run(f"-sc install={shell}").out
+        assert run(f"-sc uninstall={shell}").code == 0
     assert run("-sc").code == 2
+
+
+def test_values_plugins_and_words_behind_the_verb(complete: Callable[[str], list[str]], here: Path) -> None:
+    assert complete("gc dry_run=") == ["dry_run=true", "dry_run=false"]
+    assert complete("list output=j") == ["output=json"]
+    assert complete("import ./x reader=ko") == ["reader=kohya"]
+    assert complete("assemble steps.after_l") == ["steps.after_load="]
+    line = "assemble plugins=[cast_adapters] steps.after_load="
+    assert complete(f"{line}cast") == ["steps.after_load=cast_to_bfloat16"]
+    assert complete("doctor plugins=[./nowhere.py] checks=[eff") == []
+    assert complete("doctor plugins=[effect_check] checks=[eff") == ["checks=[effect_check"]
+    assert not {"demo/", "options=", "hydra"} & set(complete("assemble "))
 
 
 def test_help_and_composition_never_ask_the_store(run: Run, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
