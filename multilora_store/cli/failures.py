@@ -105,6 +105,7 @@ def _hydra_lines(error: BaseException, command: str) -> list[str]:
 def _no_choice(error: BaseException) -> list[str]:
     """A group that has no such choice: by name, or as one of a list."""
     from multilora_store.cli.choices import GROUPS
+    from multilora_store.cli.plugins import shipped
     from multilora_store.plugins import default_registry
 
     missed = re.search(r"Could not (?:find|load) '([^']*)/([^'/]*)'", str(error))
@@ -115,6 +116,9 @@ def _no_choice(error: BaseException) -> list[str]:
     valid = listed[1].split() if listed else []
     if not valid and group in GROUPS:
         valid = list(default_registry().names(GROUPS[group].kind))
+    at_hand = shipped(GROUPS[group].kind, name) if group in GROUPS else None
+    if at_hand is not None:
+        return [f"{group}={name} is no choice yet", f"it comes in a drop-in that is shipped: add plugins=[{at_hand}]"]
     lines = [f"{group}={name} is no choice", choices(name, valid, noun=group)]
     return [*lines, f"for a store of that name: store.url={name}"] if group == "store" else lines
 

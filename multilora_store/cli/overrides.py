@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from multilora_store.adapter import source_kind
+from multilora_store.cli.choices import GROUPS
 from multilora_store.cli.failures import first_line
 from multilora_store.cli.settings import AdapterEntry
 from multilora_store.cli.sources import adapter_of
@@ -56,6 +57,8 @@ def prepare(
     if not multirun:
         for override in parsed:
             _refuse_sweep(override)
+    for override in parsed:
+        _refuse_odd_choice(override)
     adapters = [override for override in parsed if override.key_or_group == "adapters"]
     _check_choices(adapters)
     if not own_set:
@@ -204,6 +207,19 @@ def _refuse_sweep(override: Override) -> None:
     raise UsageError(
         f"override {word!r} is a sweep", remedy=f"a list: '{mark}{key}=[{value}]'; one run for each value: -m"
     )
+
+
+def _refuse_odd_choice(override: Override) -> None:
+    """What stands where the name of a plugin belongs: a number, a boolean; a step without its place."""
+    group = override.key_or_group
+    if group not in GROUPS or override.is_delete():
+        return
+    items = [item for option in _alternatives(override) for item in _as_list(option)]
+    if group == "steps" and override.package is None and not any(isinstance(item, dict) for item in items):
+        raise UsageError(f"override {str(override.input_line)!r} names no place", remedy="e.g. steps.after_load=NAME")
+    for item in items:
+        if not isinstance(item, (str, dict, type(None))):
+            raise UsageError(f"{group}={item} is no choice", remedy=f"by name: {GROUPS[group].choose}")
 
 
 def _alternatives(override: Override) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from multilora_store.cli.overrides import chosen
 from multilora_store.errors import PluginError, choices
 from multilora_store.plugins import Registry, default_registry
 
-__all__ = ["dropin_folder", "load_plugins"]
+__all__ = ["dropin_folder", "load_plugins", "shipped"]
 
 
 def dropin_folder() -> Path:
@@ -18,6 +19,14 @@ def dropin_folder() -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / "dropins"
     return inside if inside.is_dir() else package.parent / "plugins"
+
+
+def shipped(kind: str, name: str) -> str | None:
+    """The packaged drop-in that declares such a plugin, found without loading one."""
+    named = rf'name="{re.escape(name)}"[^)]*\)|[^=)]*\)\n(?:@.*\n)*(?:def|class) {re.escape(name)}\b'
+    declared = re.compile(rf'^@plugin\("{kind}"(?:, |)(?:{named})', re.MULTILINE)
+    files = sorted(dropin_folder().glob("[!_]*.py"))
+    return next((file.stem for file in files if declared.search(file.read_text(encoding="utf-8"))), None)
 
 
 def load_plugins(overrides: Sequence[str], folders: Sequence[Path], config_name: str) -> Registry:
