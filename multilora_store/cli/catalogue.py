@@ -204,7 +204,7 @@ COMMANDS: Final[Mapping[str, Command]] = _table(
             "doctor",
             "doctor '+adapters=[a,b]' base=hf base.path=/models/llama plugins=[effect_check]",
             "doctor '+adapters=[a,b]' plugins=[effect_check] checks=[effect_check] checks.effect_check.factor=20",
-            "doctor ./checkpoint-100  # of PEFT, transformers, accelerate, torch or DeepSpeed",
+            "doctor ./checkpoint-100  # of PEFT, transformers, accelerate, torch, DeepSpeed, llama.cpp",
         ),
         words=("checkpoint",),
         demo=True,

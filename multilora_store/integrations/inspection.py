@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import MultiLoRAError
+from multilora_store.integrations.checkpoint_deepspeed import deepspeed_checkpoint, model_states
 from multilora_store.integrations.checkpoint_files import Checkpoint, open_checkpoint
 from multilora_store.integrations.checkpoint_gguf import gguf_checkpoint
 from multilora_store.integrations.checkpoints import PAIRS, adapter_in, from_root
@@ -31,6 +32,7 @@ _WRAPPER: Final = re.compile(
 )
 _WIDTH: Final = 4
 """Bytes that an element is taken for until it is read."""
+_TOGETHER: Final = "run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save; then look at that"
 _RESCUE: Final = "take its adapters out: import {path} configs.NAME=/path/of/its/adapter_config.json"
 
 
@@ -55,7 +57,7 @@ def inspect_checkpoint(path: str | Path, *, allow_pickle: bool = False, progress
         elif found.kind == "gguf":
             adapters += _gguf(found, findings, progress)
         elif found.kind == "deepspeed":
-            findings.append(_closed(found))
+            adapters += _deepspeed(found, allow_pickle, findings, Meter(progress))
         elif found.kind == "safetensors" or allow_pickle:
             adapters += _model(found, open_checkpoint(found.path, allow_pickle=allow_pickle), findings, Meter(progress))
         else:
@@ -119,6 +121,22 @@ def _gguf(found: Recognised, findings: list[Diagnosis], progress: Listener | Non
         yield SeenAdapter(name=file.stem, where=str(file), declared=True, tensors=len(shapes), numel=_numel(shapes))
 
 
+def _deepspeed(found: Recognised, allow_pickle: bool, findings: list[Diagnosis], meter: Meter) -> list[SeenAdapter]:
+    """What DeepSpeed wrote of the model in one file; what it cut into parts, only DeepSpeed puts together."""
+    states = model_states(found.files)
+    if states is None:
+        findings.append(
+            said(str(found.path), "DeepSpeed's files are not looked into",
+                 some([file for file in found.files if file.endswith(".pt")]),
+                 "tensors are cut into parts that only DeepSpeed puts together", _TOGETHER)
+        )  # fmt: skip
+        return []
+    if not allow_pickle:
+        findings.append(_unread(str(found.path / states)))
+        return []
+    return _model(found, deepspeed_checkpoint(found.path / states), findings, meter)
+
+
 def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis], meter: Meter) -> list[SeenAdapter]:
     """The adapters among the tensors of a whole model, by the names that the model gave them."""
     named: dict[str, dict[str, str]] = defaultdict(dict)
@@ -154,7 +172,7 @@ def _model(found: Recognised, checkpoint: Checkpoint, findings: list[Diagnosis],
         findings.append(
             said(str(found.path), "its adapters lie among the base's tensors, without configurations",
                   ", ".join(counts), "a checkpoint of the whole model says nothing of rank, alpha and targets",
-                  _RESCUE.format(path=found.path))
+                  _TOGETHER if found.kind == "deepspeed" else _RESCUE.format(path=found.path))
         )  # fmt: skip
     return seen
 
@@ -293,15 +311,6 @@ def _missing_parts(found: Recognised) -> Iterator[Diagnosis]:
             "save_only_model was set, or the save was cut short",
             "training starts with fresh state from here; use a whole checkpoint to resume",
         )  # fmt: skip
-
-
-def _closed(found: Recognised) -> Diagnosis:
-    return said(
-        str(found.path), "DeepSpeed's files are not looked into",
-        some([file for file in found.files if file.endswith(".pt")]),
-        "ZeRO cuts parameters into partitions that only DeepSpeed puts together",
-        "run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save; then look at that",
-    )  # fmt: skip
 
 
 def _unread(path: str) -> Diagnosis:

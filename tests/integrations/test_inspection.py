@@ -207,15 +207,36 @@ def test_pickles_are_opened_with_leave_alone_and_never_run(
     assert not (tmp_path / "ran").exists()
 
 
-def test_deepspeed_and_gguf_are_named(tmp_path: Path) -> None:
-    step = tmp_path / "run" / "global_step10"
-    step.mkdir(parents=True)
-    (step / "mp_rank_00_model_states.pt").write_bytes(b"never opened")
-    found = inspect_checkpoint(tmp_path / "run")
-    assert found.recognised.title == "a DeepSpeed checkpoint"
-    assert "zero_to_fp32" in found.findings[0].remedy
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")  # what a whole one holds: tests/storage/test_gguf.py
-    assert inspect_checkpoint(tmp_path / "a.gguf").recognised.title == "a GGUF file of llama.cpp"
+def test_deepspeed_s_model_states_are_opened_when_told(tmp_path: Path) -> None:
+    """The newest step's; whole under ZeRO-1 and -2, empty where ZeRO-3 has partitioned; in parts, it says so."""
+    for step, zero3 in ((9, False), (10, True)):
+        folder = tmp_path / "run" / f"global_step{step}"
+        folder.mkdir(parents=True)
+        layer = "base_model.model.model.layers.0.q_proj"
+        module = {f"{layer}.lora_{side}.a.weight": torch.empty(0) if zero3 else torch.ones(4, 4) for side in "AB"} | {
+            f"{layer}.base_layer.weight": torch.ones(4, 4)
+        }
+        whole = {
+            "module": module,
+            "param_shapes": [{layer: torch.Size([4, 4])}],
+            "optimizer": None,
+            "ds_version": "0.18",
+        }
+        torch.save(whole, folder / f"{'zero_pp_rank_0_' if zero3 else ''}mp_rank_00_model_states.pt")
+    closed = inspect_checkpoint(tmp_path / "run")
+    assert closed.recognised.title == "a DeepSpeed checkpoint"
+    assert "global_step10" in closed.findings[0].evidence
+    assert "allow_pickle=true" in closed.findings[0].remedy
+    found = inspect_checkpoint(tmp_path / "run", allow_pickle=True)
+    assert [(one.name, one.tensors) for one in found.adapters] == [("a", 2)]
+    assert "2 of 2 tensors are empty" in found.findings[0].what
+    assert "zero_to_fp32" in found.findings[-1].remedy
+    whole = inspect_checkpoint(tmp_path / "run" / "global_step9", allow_pickle=True)
+    assert [(one.name, one.numel) for one in whole.adapters] == [("a", 32)]
+    assert ["zero_to_fp32" in one.remedy for one in whole.findings] == [True]
+    (tmp_path / "run" / "global_step9" / "mp_rank_01_model_states.pt").write_bytes(b"never opened")
+    (cut,) = inspect_checkpoint(tmp_path / "run" / "global_step9", allow_pickle=True).findings
+    assert (cut.what, "zero_to_fp32" in cut.remedy) == ("DeepSpeed's files are not looked into", True)
 
 
 def test_what_is_no_checkpoint_is_a_usage_error(tmp_path: Path) -> None:
