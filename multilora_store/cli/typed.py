@@ -70,7 +70,10 @@ def plain(value: Any) -> dict[str, Any] | None:
         return asdict(value)
     if not isinstance(value, dict):
         raise UsageError(
-            f"{value!r} is not a choice", remedy="see the command's --help for the choices, e.g. base=hf, merge=ties"
+            f"{value!r} is not a choice",
+            why="a choice is composed from its plugin, and a plain word in a config is not",
+            remedy="choose on the line, e.g. base=hf, steps.after_load=NAME; or in the config's defaults list, "
+            "e.g. - base: hf, - steps@steps.after_load: NAME",
         )
     return {str(key): item for key, item in value.items()}
 

@@ -91,6 +91,20 @@ def test_an_unknown_field_in_a_file(run: Run, configs: Callable[..., Path]) -> N
     assert "no adapters.a.sauce\n  did you mean source?" in result.err
 
 
+def test_choices_in_a_file_stand_in_its_defaults_list(run: Run, configs: Callable[..., Path], store: str) -> None:
+    """Several of a group, and a step at its place; a bare word is refused with the spelling that works."""
+    defaults = "defaults: [options/{}, store: env, adapters: [], base: null, assembler: null, {}, _self_]\n"
+    folder = configs(
+        gc="defaults: [options/gc, store: env, policies: [keep_last, keep_tagged], _self_]\n"
+        "policies: {keep_last: {count: 7}}\n",
+        assemble=defaults.format("assemble", "steps@steps.after_load: load"),
+        plan="defaults: [options/plan, store: env, _self_]\nbase: demo\nworld_size: 2\n",
+    )
+    assert "count: 7" in run(f"gc --config-dir {folder} --cfg job -p policies store={store}").out
+    assert "name: load" in run(f"assemble --config-dir {folder} --cfg job -p steps store={store}").out
+    assert "- base: hf" in run(f"plan --config-dir {folder} +adapters=a store={store}").err
+
+
 def test_a_folder_that_is_not_there(run: Run) -> None:
     result = run("assemble --config-dir nowhere +adapters=a")
     assert result.code == 2
