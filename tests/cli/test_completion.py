@@ -66,6 +66,11 @@ def test_the_shell_s_script(run: Run) -> None:
 
 
 def test_values_plugins_and_words_behind_the_verb(complete: Callable[[str], list[str]], here: Path) -> None:
+    text = (
+        "from multilora_store.plugins import plugin\n\n\n@plugin('base_provider')\ndef tiny(*, layers: int = 2): ...\n"
+    )
+    (here / "mine.py").write_text(text, encoding="utf-8")
+    assert complete("assemble plugins=[./mine.py] base=t") == ["base=tiny"]
     assert complete("gc dry_run=") == ["dry_run=true", "dry_run=false"]
     assert complete("list output=j") == ["output=json"]
     assert complete("import ./x reader=ko") == ["reader=kohya"]
