@@ -1,8 +1,7 @@
 """Merging, side by side with PEFT's add_weighted_adapter in one run, and on the shapes of an 8B model from files.
 
     python benchmarks/merge.py sides                          # d = 576 and 2048
-    python benchmarks/merge.py sides --table                  # ranks 8 to 64, 2 to 16 adapters; a minute
-    python benchmarks/merge.py sides --table --full           # d = 4096 too: many minutes, PEFT decomposes it densely
+    python benchmarks/merge.py sides --sizes 576 2048 4096 --ranks 8 16 32 64 --adapters 2 4 8 16    # ten minutes
     python benchmarks/merge.py set                            # linear, svd, knots, core_space: 32 layers, from files
     python benchmarks/merge.py elements                       # ties, dare_*, ...: one layer, beside its lower bounds
     python benchmarks/merge.py losses --base SMOLLM2_FOLDER --shared ../shared    # a real model and real adapters
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import platform
 import tempfile
@@ -47,8 +47,6 @@ LAYER = {
     "mlp.down_proj": (4096, 14336),
 }
 """Rows and columns of the adapted matrices of one layer of Llama 3 8B."""
-SHAPES = ((8, 2), (16, 4), (64, 4), (16, 16))
-"""Rank and number of adapters of the table of `sides`."""
 ELEMENTS = ["ties", "dare_linear", "dare_ties", "magnitude_prune", "breadcrumbs", "della"]
 
 
@@ -62,8 +60,6 @@ def main() -> None:
     sides.add_argument("--adapters", type=int, nargs="+", default=[4])
     sides.add_argument("--strategies", nargs="+", default=["svd"], help="svd, linear, cat, ties_svd, ...")
     sides.add_argument("--repeats", type=int, default=5)
-    sides.add_argument("--table", action="store_true", help="a representative table of sizes, ranks and adapters")
-    sides.add_argument("--full", action="store_true", help="with --table, d = 4096 too")
     whole = commands.add_parser("set", help="four adapters with the shapes of an 8B model, from files")
     whole.add_argument("--strategies", nargs="+", default=["linear", "svd", "knots", "core_space"])
     whole.add_argument("--layers", type=int, default=32)
@@ -102,13 +98,8 @@ def compare_sides(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each size, rank, number of adapters and strategy."""
     print(f"{'strategy':>12} {'d':>5} {'r':>3} {'n':>3} {'PEFT s':>9} {'ours s':>9} {'ratio':>7} ", end="")
     print(f"{'PEFT MiB':>9} {'ours MiB':>9} {'apart':>8} {'to sum':>8} {'PEFT to sum':>11}")
-    cells = [(size, rank, count) for size in args.sizes for rank in args.ranks for count in args.adapters]
-    if args.table:
-        sizes = (576, 2048, 4096) if args.full else (576, 2048)
-        cells = [(size, *shape) for size in sizes for shape in SHAPES]
-    for name in args.strategies:
-        for size, rank, count in cells:
-            yield compare_side(name, size, rank, count, args.repeats)
+    for cell in itertools.product(args.strategies, args.sizes, args.ranks, args.adapters):
+        yield compare_side(*cell, args.repeats)
 
 
 def compare_side(name: str, size: int, rank: int, count: int, repeats: int) -> dict[str, Any]:
