@@ -92,6 +92,20 @@ def test_joblib_gives_the_worst_code_and_finds_drop_ins(run: Run, store: str, he
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_merges_of_a_cluster_write_separate_versions_and_one_table(
+    run: Run, store: str, launcher: str, here: Path
+) -> None:
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.removesuffix('_local')}_launcher")
+    line = f"merge -m '+adapters=[a,b]' merge=ties,linear merge.into=ab store={store} hydra/launcher={launcher}"
+    rows = run(f"{line} output=json").document["sweep"]
+    assert [row["strategy"] for row in rows] == ["ties", "linear"]
+    assert len({row["version"] for row in rows}) == 2
+    assert run(f"report store={store} output=json").document["merges"] == [{**row, "seconds": None} for row in rows]
+    assert list(here.iterdir()) == []
+
+
 def test_a_sweep_of_merges_ends_with_one_table_of_separate_versions(run: Run, store: str) -> None:
     line = f"merge -m '+adapters=[a,b]' merge=ties,linear merge.into=ab store={store}"
     result = run(f"{line} adapters.a.weight=0.3,0.7")
