@@ -55,6 +55,8 @@ def watching(here: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], L
     process = subprocess.Popen(
         [sys.executable, "-m", "multilora_store", "sync", "source=run", "target=copy", "watch=0.2", *words],
         cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell's background job, as CI may be, hands down that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
