@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import urlsplit
 
 from multilora_store.errors import NameNotAllowedError, UsageError
 
 __all__ = [
+    "PIECE",
     "BatchingBlobs",
     "BlobInfo",
     "Blobs",
     "Buffer",
     "CopyingBlobs",
     "Exclusive",
+    "Sent",
     "check_key",
     "open_blobs",
     "parts_of",
+    "pieces_of",
+    "read_in_pieces",
     "redact",
     "url_text",
 ]
@@ -35,6 +39,14 @@ __all__ = [
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Exclusive: TypeAlias = Literal["holds", "unknown", "absent"]
 """Whether `create` is exclusive between writers: known to hold, to be probed, or known to be absent."""
+
+Sent: TypeAlias = Callable[[int], None]
+"""Told how many bytes of a write are on their way; from the start again where the write begins anew."""
+
+PIECE: Final = 8 << 20
+"""Bytes between two words of how far a write is."""
+_RANGE: Final = 32 << 20
+"""The same of a read, of which each is a request."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_~.%+=@-]+", re.ASCII)
 _LONGEST_KEY = 900
@@ -70,8 +82,8 @@ class Blobs(Protocol):
     def read_range(self, key: str, start: int, length: int) -> bytes | None:
         """At most `length` bytes from `start` on, or None if the blob is absent."""
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
-        """Writes the blob whole or not at all, whatever was there before."""
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
+        """Writes the blob whole or not at all, whatever was there before; `sent` is told on the way, if it can be."""
 
     def create(self, key: str, data: bytes) -> bool:
         """Writes the blob whole if and only if the key is absent; False: something is there (ours or not)."""
@@ -101,7 +113,7 @@ class CopyingBlobs(Protocol):
 class BatchingBlobs(Protocol):
     """Blobs of a storage to which several writes cost less than one after the other."""
 
-    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]]) -> None:
+    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]], sent: Sent | None = None) -> None:
         """Writes blobs as `write` does, in this order; none counts before all are there."""
 
 
@@ -126,6 +138,33 @@ def parts_of(parts: Buffer | Sequence[Buffer]) -> list[memoryview]:
     """The buffers as flat byte views, none copied."""
     whole = [parts] if isinstance(parts, (bytes, bytearray, memoryview)) else parts
     return [memoryview(part).cast("B") for part in whole if memoryview(part).nbytes]
+
+
+def pieces_of(parts: Buffer | Sequence[Buffer], sent: Sent | None, before: int = 0) -> Iterator[memoryview]:
+    """The bytes in views of at most `PIECE`; `sent` is told whenever as many were taken, with `before` added."""
+    told = before
+    for part in parts_of(parts):
+        for start in range(0, part.nbytes, PIECE):
+            piece = part[start : start + PIECE]
+            yield piece
+            before += piece.nbytes
+            if sent is not None and before - told >= PIECE:
+                sent(before)
+                told = before
+
+
+def read_in_pieces(blobs: Blobs, key: str, size: int, read: Sent) -> bytes | None:
+    """A blob of `size` bytes, or what there is of it; `read` is told on the way. None if it is absent."""
+    if size <= _RANGE or blobs.local_path(key) is not None:
+        return blobs.read(key)
+    pieces: list[bytes] = []
+    for start in range(0, size, _RANGE):
+        piece = blobs.read_range(key, start, min(_RANGE, size - start))
+        if piece is None:
+            return None
+        pieces.append(piece)
+        read(start + len(piece))
+    return b"".join(pieces)
 
 
 def redact(url: str) -> str:

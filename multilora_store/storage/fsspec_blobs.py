@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_store.errors import StorageError, UsageError
-from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, check_key, parts_of, redact
+from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, Sent, check_key, parts_of, redact
 from multilora_store.storage.failures import renewing, scrub, status_of, translate, translated
 
 __all__ = ["FsspecBlobs"]
@@ -76,7 +76,7 @@ class FsspecBlobs:
                 raise
 
     @renewing
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
         fs, path = self._at(key)
         with translated("writing", self._where(key)):
             self._make_parent(fs, path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from multilora_store.errors import DamagedError, StorageError
-from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of
+from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, Sent, check_key, pieces_of
 from multilora_store.storage.failures import translated
 
 __all__ = ["LocalBlobs"]
@@ -64,10 +64,10 @@ class LocalBlobs:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
-        self.write_many([(key, parts)])
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
+        self.write_many([(key, parts)], sent)
 
-    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]]) -> None:
+    def write_many(self, files: Sequence[tuple[str, Buffer | Sequence[Buffer]]], sent: Sent | None = None) -> None:
         """Writes files that count together only: each whole, named in this order, all on the disk at the end.
 
         All are filled before the first is flushed, so that the disk writes them in one go.
@@ -77,8 +77,10 @@ class LocalBlobs:
         with translated("writing", where), ExitStack() as stack:
             filled: list[tuple[Path, BinaryIO]] = []
             folders: dict[Path, None] = {}
+            before = 0
             for path, (_, parts) in zip(paths, files, strict=True):
-                temporary, file, holders = self._fill_temporary(path, parts)
+                temporary, file, holders = self._fill_temporary(path, pieces_of(parts, sent, before))
+                before += file.tell()
                 stack.callback(_remove_quietly, temporary)
                 stack.callback(file.close)
                 filled.append((temporary, file))
@@ -98,7 +100,7 @@ class LocalBlobs:
         with translated("creating", str(path)):
             if os.path.lexists(path):
                 return False
-            temporary, file, holders = self._fill_temporary(path, data)
+            temporary, file, holders = self._fill_temporary(path, [data])
             try:
                 with file:
                     os.fsync(file.fileno())
@@ -185,14 +187,13 @@ class LocalBlobs:
                 path=str(path),
             )
 
-    def _fill_temporary(self, path: Path, parts: Buffer | Sequence[Buffer]) -> tuple[Path, BinaryIO, Sequence[Path]]:
+    def _fill_temporary(self, path: Path, pieces: Iterable[Buffer]) -> tuple[Path, BinaryIO, Sequence[Path]]:
         """A file beside `path`, filled and open, yet to be flushed; and folders that hold names yet to be flushed."""
         temporary = path.parent / f"{_TEMPORARY}{path.name}~{secrets.token_hex(4)}"
         descriptor, holders = _open_in_folder(temporary)
         file = open(descriptor, "wb", buffering=1 << 20)  # noqa: SIM115 (the caller flushes and closes it)
         try:
-            for part in parts_of(parts):
-                file.write(part)
+            file.writelines(pieces)
             file.flush()
         except BaseException:
             _remove_quietly(temporary)

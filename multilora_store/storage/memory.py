@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_store.errors import UsageError
-from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, check_key, parts_of
+from multilora_store.storage.blobs import BlobInfo, Buffer, Exclusive, Sent, check_key, pieces_of
 
 __all__ = ["MemoryBlobs"]
 
@@ -48,8 +48,8 @@ class MemoryBlobs:
             file = _files().get(path)
             return None if file is None else bytes(file.getbuffer()[start : start + length])
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
-        path, body = self._path(key), b"".join(parts_of(parts))
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
+        path, body = self._path(key), b"".join(pieces_of(parts, sent))
         with _lock:
             _store(path, body)
 

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from multilora_store.errors import StorageUnreachableError, UsageError
-from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, check_key, parts_of, redact
+from multilora_store.storage.blobs import (
+    BlobInfo,
+    Blobs,
+    Buffer,
+    Exclusive,
+    Sent,
+    check_key,
+    parts_of,
+    pieces_of,
+    redact,
+)
 from multilora_store.storage.failures import renewing, scrub, translate, translated
 from multilora_store.storage.fsspec_blobs import FsspecBlobs
 
@@ -133,12 +143,13 @@ class ObjectBlobs:
 
     @_after_a_fork
     @renewing
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
         import obstore
 
-        body = b"".join(parts_of(parts))
+        large = sum(part.nbytes for part in parts_of(parts)) > 4 * _CHUNK
+        body: Any = pieces_of(parts, sent) if large else b"".join(parts_of(parts))
         with translated("writing", self._where(key)):
-            obstore.put(self._store(), check_key(key), body, chunk_size=_CHUNK, use_multipart=len(body) > 4 * _CHUNK)
+            obstore.put(self._store(), check_key(key), body, chunk_size=_CHUNK, use_multipart=large)
 
     @_after_a_fork
     @renewing

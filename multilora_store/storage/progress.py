@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Listener", "Meter", "Progress"]
+__all__ = ["Listener", "Meter", "Piece", "Progress"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +59,10 @@ class Meter:
             self._total[0] += files
             self._total[1] += nbytes
 
+    def piece(self, nbytes: int) -> Piece:
+        """One piece of so many bytes, which is told of on its way."""
+        return Piece(self, nbytes)
+
     def add(self, nbytes: int, *, files: int = 1) -> None:
         """So much is done."""
         with self._lock:
@@ -74,3 +78,21 @@ class Meter:
                         seconds=time.monotonic() - self._started,
                     )
                 )
+
+
+class Piece:
+    """One piece of a meter's work: how far it is, then that it is done."""
+
+    def __init__(self, meter: Meter, nbytes: int) -> None:
+        self._meter, self._nbytes, self._told = meter, nbytes, 0
+
+    def reached(self, nbytes: int) -> None:
+        """So many of its bytes are done, all told; fewer than before, where it began anew, is no news."""
+        more = min(nbytes, self._nbytes) - self._told
+        if more > 0:
+            self._told += more
+            self._meter.add(more, files=0)
+
+    def done(self) -> None:
+        """All of it is done."""
+        self._meter.add(self._nbytes - self._told)

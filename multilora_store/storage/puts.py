@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from multilora_store.adapter import AdapterConfig, check_name, storage_name
 from multilora_store.errors import ConflictError, UsageError
 from multilora_store.storage.arguments import as_mapping
-from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer
+from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer, Sent
 from multilora_store.storage.changes import Put
 from multilora_store.storage.codec import encode, lazy_from_bytes, nonfinite
 from multilora_store.storage.contents import MODEL_FILE, RECORD_FILE, Contents, encoded_contents, original_contents
@@ -128,15 +128,16 @@ def plan_directory(state: State | None, name: str, contents: Contents) -> tuple[
     return fresh_directory(name, contents.record.id), sha256(contents.record.to_bytes()), contents.nbytes, True
 
 
-def upload(blobs: Blobs, directory: str, contents: Contents) -> None:
-    """Writes the files of a version, the record last, the two others side by side."""
+def upload(blobs: Blobs, directory: str, contents: Contents, sent: Sent | None = None) -> None:
+    """Writes the files of a version, the record last, the others side by side; tells how far the model's file is."""
     files = contents.files()
     if isinstance(blobs, BatchingBlobs):
-        blobs.write_many([(f"{directory}/{file}", parts) for file, parts in files.items()])
+        blobs.write_many([(f"{directory}/{file}", parts) for file, parts in files.items()], sent)
         return
     record = files.pop(RECORD_FILE)
     with ThreadPoolExecutor(len(files)) as pool:
-        for done in [pool.submit(blobs.write, f"{directory}/{file}", parts) for file, parts in files.items()]:
+        each = [(f"{directory}/{file}", parts, sent if file == MODEL_FILE else None) for file, parts in files.items()]
+        for done in [pool.submit(blobs.write, *one) for one in each]:
             done.result()
     blobs.write(f"{directory}/{RECORD_FILE}", record)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, UsageError
-from multilora_store.storage.blobs import Blobs
+from multilora_store.storage.blobs import Blobs, read_in_pieces
 from multilora_store.storage.cache import VersionCache
 from multilora_store.storage.checks import check_config, check_file_hashes, check_header, check_identity, check_sizes
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["StoredFiles"]
-
-_PIECE: Final = 32 << 20
-"""Bytes of a model file between two words of progress."""
 
 
 class StoredFiles:
@@ -167,18 +164,14 @@ class StoredFiles:
         def fetch(file: str) -> bytes:
             if progress is None or file != MODEL_FILE:
                 return self._read(version, file)
-            starts = range(0, record.model_size, _PIECE)
-            return b"".join(self._piece(version, start, record.model_size, meter) for start in starts)
+            piece = meter.piece(record.model_size)
+            data = read_in_pieces(self._blobs, f"{version.directory}/{file}", record.model_size, piece.reached)
+            if data is None:
+                return self._read(version, file)  # says what is missing
+            piece.done()
+            return data
 
         return self._cache.fetched(record, fetch)
-
-    def _piece(self, version: Version, start: int, size: int, meter: Meter) -> bytes:
-        length = min(_PIECE, size - start)
-        data = self._blobs.read_range(f"{version.directory}/{MODEL_FILE}", start, length)
-        if data is None:
-            return self._read(version, MODEL_FILE)  # says what is missing
-        meter.add(len(data), files=int(start + length == size))
-        return data
 
     def _local(self, version: Version) -> Path | None:
         path = self._blobs.local_path(f"{version.directory}/{RECORD_FILE}")

@@ -12,7 +12,7 @@ from multilora_store.adapter import AdapterConfig, Ref, check_name, check_new_na
 from multilora_store.errors import UsageError, choices
 from multilora_store.storage import snapshots as snapshot_files
 from multilora_store.storage.arguments import as_mapping, as_several, of_type
-from multilora_store.storage.blobs import Blobs, Buffer, open_blobs
+from multilora_store.storage.blobs import Blobs, Buffer, Sent, open_blobs
 from multilora_store.storage.cache import VersionCache
 from multilora_store.storage.changes import Change, FileRecord, Tag
 from multilora_store.storage.changing import ChangingStore
@@ -162,6 +162,7 @@ class Store(ChangingStore):
         step: int | None = None,
         files: Mapping[str, Buffer] | None = None,
         allow_nonfinite: bool = False,
+        sent: Sent | None = None,
     ) -> StagedPut:
         """Uploads what `put` would, unless the store holds it, and leaves the entry to a later `commit`.
 
@@ -175,6 +176,7 @@ class Store(ChangingStore):
             files: The bytes of `adapter_config.json` and `adapter_model.safetensors`, to be kept as they are;
                 `tensors` may then be empty.
             allow_nonfinite: Stores NaN and infinities too.
+            sent: Told how many of its bytes are on their way to the storage.
         """
         check_name(name)
         parsed = config if isinstance(config, AdapterConfig) else AdapterConfig.parse(config, where=f"config of {name}")
@@ -195,7 +197,7 @@ class Store(ChangingStore):
             put = sign(put)
         staged = StagedPut(put=put, tags=marks, uploaded=placed[3], source=source)
         if staged.uploaded:
-            upload(self.blobs, put.directory, contents)
+            upload(self.blobs, put.directory, contents, sent)
         return staged
 
     def stage_many(
@@ -206,7 +208,7 @@ class Store(ChangingStore):
         Args:
             requests: The arguments of `stage`, one mapping for each adapter.
             threads: How many are at work at once.
-            progress: Called after each adapter.
+            progress: Called as their bytes go to the storage, and after each adapter.
 
         Returns:
             What `stage` returns for each, in the given order. If one fails, its error is raised after the others end.
@@ -218,8 +220,9 @@ class Store(ChangingStore):
         meter = Meter(progress, files=len(requests), nbytes=sum(sizes))
 
         def stage(request: Mapping[str, Any], size: int) -> StagedPut:
-            staged = self.stage(**request)
-            meter.add(size)
+            piece = meter.piece(size)
+            staged = self.stage(**request, sent=piece.reached)
+            piece.done()
             return staged
 
         with ThreadPoolExecutor(max(1, threads)) as pool:

@@ -19,7 +19,7 @@ from typing import Final
 
 from multilora_store.adapter import storage_name
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, StorageError
-from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer, CopyingBlobs
+from multilora_store.storage.blobs import BatchingBlobs, Blobs, Buffer, CopyingBlobs, Sent, read_in_pieces
 from multilora_store.storage.changes import check_snapshot_file
 from multilora_store.storage.checks import check_config, check_model
 from multilora_store.storage.codec import read_header
@@ -57,7 +57,7 @@ class _Item:
 
     key: str
     size: int
-    content: Callable[[], Buffer]
+    content: Callable[[Sent], Buffer]
     origin: str = ""
 
 
@@ -137,13 +137,13 @@ class Transfer:
         if record.digest != version.digest:
             raise DamagedError(f"{where}/{RECORD_FILE} describes {record.id}, not {version.id}", version=version.id)
 
-        def config() -> Buffer:
+        def config(_: Sent) -> Buffer:
             found = self._read(version.directory, CONFIG_FILE, str(version))
             check_config(found, record, f"{where}/{CONFIG_FILE}")
             return found
 
-        def model() -> Buffer:
-            found = self._read(version.directory, MODEL_FILE, str(version))
+        def model(read: Sent) -> Buffer:
+            found = self._read(version.directory, MODEL_FILE, str(version), record.model_size, read)
             _check_model_bytes(found, record, f"{where}/{MODEL_FILE}")
             return found
 
@@ -152,14 +152,15 @@ class Transfer:
             self._send(
                 _Item(f"{directory}/{MODEL_FILE}", record.model_size, model, origin),
                 _Item(f"{directory}/{CONFIG_FILE}", record.config_size, config),
-                _Item(f"{directory}/{RECORD_FILE}", len(data), lambda: data),
+                _Item(f"{directory}/{RECORD_FILE}", len(data), lambda _: data),
             )
 
     def _snapshot_file(self, snapshot: Snapshot, path: str) -> None:
         record = snapshot.files[path]
 
-        def content() -> Buffer:
-            found = self._read(snapshot.directory, check_snapshot_file(path), f"snapshot {snapshot.id}")
+        def content(read: Sent) -> Buffer:
+            subject = f"snapshot {snapshot.id}"
+            found = self._read(snapshot.directory, check_snapshot_file(path), subject, record.size, read)
             if len(found) != record.size or (record.sha256 and sha256(found) != record.sha256):
                 raise DamagedError(
                     f"{self.source.url}/{snapshot.directory}/{path} is not what was stored",
@@ -179,17 +180,19 @@ class Transfer:
         by whoever reads it first, as always.
         """
         left = [item for item in items if not self._there(item) and not self._copied(item)]
+        told = {item.key: self._meter.piece(item.size) for item in items}
         if len(left) > 1 and isinstance(self.target, BatchingBlobs):
-            batch = [(item.key, item.content()) for item in left]
+            batch = [(item.key, item.content(told[item.key].reached)) for item in left]
             self._pace.wait(sum(item.size for item in left))
-            self.target.write_many(batch)
+            self.target.write_many(batch, told[left[0].key].reached)
             left = []
         for item in items:
+            piece = told[item.key]
             if item in left:
-                data = item.content()
+                data = item.content(piece.reached)
                 self._pace.wait(item.size)
-                self.target.write(item.key, data)
-            self._meter.add(item.size)
+                self.target.write(item.key, data, piece.reached)
+            piece.done()
 
     def _there(self, item: _Item) -> bool:
         there = self.present.get(item.key) == item.size
@@ -210,8 +213,8 @@ class Transfer:
             return False
         return found is not None and found.size == item.size
 
-    def _read(self, directory: str, file: str, subject: str) -> bytes:
-        data = self.source.read(f"{directory}/{file}")
+    def _read(self, directory: str, file: str, subject: str, size: int = 0, read: Sent = lambda _: None) -> bytes:
+        data = read_in_pieces(self.source, f"{directory}/{file}", size, read)
         if data is None:
             raise VanishedError(
                 f"{self.source.url}/{directory}/{file} is missing",

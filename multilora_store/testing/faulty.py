@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from multilora_store.errors import StorageUnreachableError
-from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, parts_of
+from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, Sent, parts_of
 
 __all__ = ["Fault", "FaultyBlobs"]
 
@@ -71,7 +71,7 @@ class FaultyBlobs:
             raise self._failure()
         return self.inner.read_range(key, start, length)
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
         """Writes a blob; truncated: half of it."""
         if self._goes_wrong(f"write {key}"):
             whole = b"".join(parts_of(parts))
@@ -80,7 +80,7 @@ class FaultyBlobs:
             elif self.fault == "lose the answer":
                 self.inner.write(key, whole)
             raise self._failure()
-        self.inner.write(key, parts)
+        self.inner.write(key, parts, sent)
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates a blob if the key is absent."""

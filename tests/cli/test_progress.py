@@ -121,15 +121,24 @@ def test_what_has_no_bytes_counts_pieces(
     assert re.fullmatch(rf"{label} \S+ {pieces}/{pieces} \d:\d\d:\d\d\s*", last)
 
 
-def test_parts_of_one_adapter_are_told(spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_one_adapter_are_told(
+    spelled: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One large file never jumps from nothing to all."""
-    monkeypatch.setattr("multilora_store.storage.reading._PIECE", 4096)
+    monkeypatch.setattr("multilora_store.storage.blobs.PIECE", 4096)
+    monkeypatch.setattr("multilora_store.storage.blobs._RANGE", 4096)
     opened, remote = open_store(spelled("{store}").split()[0]), open_store(spelled("{remote}").split()[0])
+    stored = opened.get("a")
+    fresh = {"name": "fresh", "tensors": stored.tensors, "config": stored.config}
     works: dict[str, Callable[[Any], Any]] = {
         "verify": lambda tell: opened.verify("a", progress=tell),
         "path": lambda tell: remote.path("a", progress=tell),
         "assemble": lambda tell: assemble(demo_base(), {"a": {}}, store=opened, progress=tell),
         "diff": lambda tell: diff(opened, "a", "b", progress=tell),
+        "put": lambda tell: open_store(tmp_path / "put").stage_many([fresh], progress=tell),
+        "put elsewhere": lambda tell: open_store("memory://put-elsewhere").stage_many([fresh], progress=tell),
+        "sync up": lambda tell: sync(opened, "memory://sync-up", include=["a"], progress=tell),
+        "sync down": lambda tell: sync(remote, tmp_path / "down", include=["a"], progress=tell),
         "doctor": lambda tell: inspect_checkpoint(spelled("{folder}").split()[0], progress=tell),
     }
     for work, do in works.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multilora_store.storage import Store
-from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer
+from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Sent
 
 
 class CountingBlobs:
@@ -44,9 +44,9 @@ class CountingBlobs:
         self._count("read_range", key)
         return self.inner.read_range(key, start, length)
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
         self._count("write", key)
-        self.inner.write(key, parts)
+        self.inner.write(key, parts, sent)
 
     def create(self, key: str, data: bytes) -> bool:
         self._count("create", key)

@@ -24,7 +24,7 @@ from samples import CONFIG, tensors
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import MultiLoRAError, StorageUnreachableError
 from multilora_store.storage import SnapshotDraft, SnapshotMember, Store, restore_state, sync
-from multilora_store.storage.blobs import BlobInfo, Buffer, parts_of
+from multilora_store.storage.blobs import BlobInfo, Buffer, Sent, parts_of
 from multilora_store.storage.changes import Delete, Import, Put
 from multilora_store.storage.contents import Contents, VersionRecord
 from multilora_store.storage.entries import Entry
@@ -303,7 +303,7 @@ class SimulatedBlobs:
         data = self.read(key)
         return None if data is None else data[start : start + length]
 
-    def write(self, key: str, parts: Buffer | Sequence[Buffer]) -> None:
+    def write(self, key: str, parts: Buffer | Sequence[Buffer], sent: Sent | None = None) -> None:
         with self._call():
             data = b"".join(parts_of(parts))
             if key == "head.json":

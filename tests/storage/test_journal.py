@@ -330,7 +330,7 @@ def test_a_denied_create_is_denied(blobs: Blobs) -> None:
 
 def test_a_failing_hint_or_checkpoint_never_fails_a_commit(blobs: Blobs) -> None:
     class NoHints(FaultyBlobs):
-        def write(self, key: str, parts: Any) -> None:
+        def write(self, key: str, parts: Any, sent: Any = None) -> None:
             raise StorageError("no")
 
         def create(self, key: str, data: bytes) -> bool:
