@@ -11,11 +11,13 @@ seconds; a rank that died is noticed at once, since its connections close.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -80,18 +82,35 @@ class Ranks:
 
     Args:
         members: Global ranks, ascending.
-        group: The gloo group of exactly these members, None for a single process.
+        held: The gloo group of exactly these members, None for a single process. Not kept alive: torch alone ends it,
+            since a thread of a group that outlives the interpreter aborts the process.
         rank: This process's place among the members.
     """
 
     members: tuple[int, ...] = (0,)
-    group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
+    held: weakref.ref[dist.ProcessGroup] | None = field(default=None, compare=False, repr=False)
     rank: int = 0
     _turns: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.members)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The gloo group of exactly these members, None for a single process.
+
+        Raises:
+            UsageError: torch.distributed was shut down.
+        """
+        group = None if self.held is None else self.held()
+        if self.held is not None and group is None:
+            raise UsageError(
+                "the process group that this model was sharded with is gone",
+                why="destroy_process_group was called",
+                remedy="call it after the last save, restore or switch",
+            )
+        return group
 
     @property
     def first(self) -> bool:
@@ -215,7 +234,8 @@ class Ranks:
 
     def _absent(self, turn: int, *, settle: float = 2.0) -> list[int]:
         """Members that do not report within `settle` seconds, by the store that the job started with."""
-        name = "" if self.group is None else self.group.group_name
+        group = None if self.held is None else self.held()
+        name = "" if group is None else group.group_name
         key = f"multilora_store/present/{name}/{turn}"
         try:
             store = dist.distributed_c10d._get_default_store()
@@ -244,7 +264,20 @@ def ranks_of_mesh(mesh: Any) -> Ranks:
     return _ranks(tuple(sorted(int(rank) for rank in mesh.mesh.flatten().tolist())))
 
 
-_groups: dict[tuple[int, tuple[int, ...], str], tuple[dist.ProcessGroup, Ranks]] = {}
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], Ranks]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of a default process group, by members and purpose."""
+
+
+@atexit.register
+def _end_groups() -> None:
+    """Joins the threads of groups that a script leaves open, while the interpreter is there for them."""
+    for made in list(_made.values()):
+        for ranks in made.values():
+            group = None if ranks.held is None else ranks.held()
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
 
 
 def _ranks(members: tuple[int, ...], purpose: str = "agreement") -> Ranks:
@@ -252,9 +285,9 @@ def _ranks(members: tuple[int, ...], purpose: str = "agreement") -> Ranks:
     if len(members) == 1:
         return Ranks(members=members)
     default = dist.distributed_c10d._get_default_group()
-    key = (id(default), members, purpose)
-    if key in _groups and _groups[key][0] is default:
-        return _groups[key][1]
+    made = _made.setdefault(default, {})
+    if (members, purpose) in made:
+        return made[members, purpose]
     everyone = members == tuple(range(dist.get_world_size()))
     group = dist.new_group(
         None if everyone else list(members),
@@ -263,11 +296,9 @@ def _ranks(members: tuple[int, ...], purpose: str = "agreement") -> Ranks:
         use_local_synchronization=not everyone,
         group_desc=f"multilora_store {purpose}",
     )
-    made = Ranks(members=members, group=group, rank=members.index(dist.get_rank()))
-    for stale in [k for k, (kept, _) in _groups.items() if kept is not default]:
-        del _groups[stale]
-    _groups[key] = (default, made)
-    return made
+    ranks = Ranks(members=members, held=weakref.ref(group), rank=members.index(dist.get_rank()))
+    made[members, purpose] = ranks
+    return ranks
 
 
 def _wait(work: Any, seconds: float) -> bool:

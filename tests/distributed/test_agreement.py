@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +213,48 @@ def test_ranks_that_hold_other_values_do_not_shard_them_into_one() -> None:
         assert "samples of adapter b" in trained[0]
         assert "samples of adapter fresh" in seed[0]
         assert {base[1], trained[1], seed[1]} == {"plain"}
+
+
+def shut_down_and_begin_again(file: str) -> tuple[bool, str, list[int], bool]:
+    import torch.distributed as dist
+
+    ranks = world()
+    ranks.agree("a fact", 1)
+    assert ranks.held is not None
+    assert world() is ranks
+    dist.destroy_process_group()
+    gone = ranks.held() is None
+    with pytest.raises(UsageError) as caught:
+        ranks.agree("another fact", 1)
+    dist.init_process_group("gloo", store=dist.FileStore(file, 2), rank=ranks.rank, world_size=2)
+    return gone, str(caught.value), world().share("place", ranks.rank), world() is ranks
+
+
+def test_groups_end_with_torch_distributed_and_begin_with_it_again(tmp_path: Path) -> None:
+    """A group kept alive past the shutdown keeps threads that abort the interpreter when it ends."""
+    for gone, said, places, same in results(shut_down_and_begin_again, 2, str(tmp_path / "store")):
+        assert gone
+        assert "destroy_process_group was called" in said
+        assert (places, same) == ([0, 1], False)
+
+
+LEFT_OPEN = """
+import atexit
+import torch.distributed as dist
+from multilora_store.distributed.agreement import world
+
+dist.init_process_group("gloo")
+world().agree("a fact", 1)
+ranks = world()
+atexit._run_exitfuncs()
+assert ranks.held() is None, "still open"
+print("ended")
+"""
+
+
+def test_groups_that_a_script_leaves_open_end_before_the_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LEFT_OPEN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["ended", "ended"]
