@@ -70,7 +70,7 @@ def import_peft(
         allow_pickle: Also takes an `adapter_model.bin`, with weights-only loading.
         prefix: Goes before every name, as in `team/`.
         tags: Tags for every version.
-        progress: Called after each adapter that is read from elsewhere, and after each that is stored.
+        progress: Called on the way of each adapter that is read from elsewhere, then of each that is stored.
         allow_rank_mismatch: Also takes tensors whose rank is not the one that the configuration says.
 
     Returns:
@@ -123,13 +123,19 @@ def _read_all(
     meter = Meter(progress if folder.path is None else None, files=len(of), nbytes=sum(of.values()))
     read = {}
     for adapter in found:
-        read[adapter.name] = read_adapter(folder, adapter.folder, allow_pickle)
-        meter.add(of[adapter.name])
+        piece = meter.piece(of[adapter.name])
+        read[adapter.name] = read_adapter(folder, adapter.folder, allow_pickle, sizes=sizes, told=piece.reached)
+        piece.done()
     return read
 
 
 def export_adapter(
-    store: Store, ref: str | Ref, target: str | os.PathLike[str], *, overwrite: bool = False
+    store: Store,
+    ref: str | Ref,
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Listener | None = None,
 ) -> Path | str:
     """Writes one version as a plain PEFT directory, with the bytes that are stored.
 
@@ -138,6 +144,7 @@ def export_adapter(
         ref: The version.
         target: A folder or any fsspec URL; files of another adapter there are not overwritten unless asked.
         overwrite: Replaces an adapter that lies there.
+        progress: Called on the way of a large file; a byte that is read but not yet written counts half.
 
     Returns:
         The folder: a Path where it is local, else the URL without secrets.
@@ -146,12 +153,15 @@ def export_adapter(
         ExistsError: another adapter lies there.
     """
     version = store.resolve(ref)
-    files = store.files.read_all(version)
+    piece = Meter(progress, files=1, nbytes=version.nbytes).piece(version.nbytes)
+    files = store.files.read_all(version, lambda read: piece.reached(read // 2))
     blobs = open_blobs(target)
     if not overwrite:
         _refuse_other_adapter(blobs, files)
-    for file in (MODEL_FILE, CONFIG_FILE):  # the configuration, without which a folder is no adapter, comes last
-        blobs.write(file, files[file])
+    half = len(files[MODEL_FILE]) // 2
+    blobs.write(MODEL_FILE, files[MODEL_FILE], lambda sent: piece.reached(half + sent // 2))
+    blobs.write(CONFIG_FILE, files[CONFIG_FILE])  # last: a folder without it is no adapter
+    piece.done()
     path = blobs.local_path(CONFIG_FILE)
     return blobs.url if path is None else path.parent
 

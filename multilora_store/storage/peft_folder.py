@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
 from multilora_store.errors import DamagedError, UsageError
-from multilora_store.storage.blobs import Buffer, open_blobs, redact, url_text
+from multilora_store.storage.blobs import Buffer, Sent, open_blobs, read_in_pieces, redact, url_text
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.failures import translated
@@ -133,10 +133,10 @@ class Folder:
                     folders.clear()
         return found
 
-    def read(self, key: str) -> bytes | None:
-        """The bytes of one file, or None."""
+    def read(self, key: str, *, size: int = 0, told: Sent | None = None) -> bytes | None:
+        """The bytes of one file, or None; where its size is known, `told` is, on the way from elsewhere."""
         if self.blobs is not None:
-            return self.blobs.read(key)
+            return self.blobs.read(key) if told is None else read_in_pieces(self.blobs, key, size, told)
         path = self.local(key)
         with translated("reading", str(path)):
             try:
@@ -148,22 +148,27 @@ class Folder:
         assert self.path is not None
         return self.path / key
 
-    def tensors(self, key: str) -> LazyTensors | None:
-        """The tensors of one safetensors file: mapped where it is local, read in one go elsewhere."""
+    def tensors(self, key: str, *, size: int = 0, told: Sent | None = None) -> LazyTensors | None:
+        """The tensors of one safetensors file: mapped where it is local, elsewhere read as `read` does."""
         if self.path is not None:
             path = self.local(key)
             with translated("reading", str(path)):
                 return lazy_from_file(path) if path.is_file() else None
-        data = self.read(key)
+        data = self.read(key, size=size, told=told)
         return None if data is None else lazy_from_bytes(data, f"{self.where}/{key}")
 
 
-def read_adapter(folder: Folder, sub: str, allow_pickle: bool) -> PeftFolder:
-    """The adapter in the subfolder `sub` of `folder` (empty: the folder itself)."""
+def read_adapter(
+    folder: Folder, sub: str, allow_pickle: bool, *, sizes: Mapping[str, int] | None = None, told: Sent | None = None
+) -> PeftFolder:
+    """The adapter in the subfolder `sub` of `folder` (empty: the folder itself).
+
+    `told` is told how much of a model file was read, where its size is among the folder's `sizes`.
+    """
     stem = f"{sub}/" if sub else ""
     where = f"{folder.where}/{sub}".rstrip("/")
     config_data = folder.read(stem + CONFIG_FILE)
-    tensors = folder.tensors(stem + MODEL_FILE)
+    tensors = folder.tensors(stem + MODEL_FILE, size=(sizes or {}).get(stem + MODEL_FILE, 0), told=told)
     if config_data is None:
         if tensors is None and folder.read(stem + PICKLE_FILE) is None:
             refuse_empty([] if not folder.keys() else ["something"], where)

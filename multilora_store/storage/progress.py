@@ -93,6 +93,10 @@ class Piece:
             self._told += more
             self._meter.add(more, files=0)
 
+    def follow(self, progress: Progress) -> None:
+        """So far is the work that makes it; a listener."""
+        self.reached(progress.nbytes)
+
     def done(self) -> None:
         """All of it is done."""
         self._meter.add(self._nbytes - self._told)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import DamagedError, ReplicaIncompleteError, UsageError
-from multilora_store.storage.blobs import Blobs, read_in_pieces
+from multilora_store.storage.blobs import Blobs, Sent, read_in_pieces
 from multilora_store.storage.cache import VersionCache
 from multilora_store.storage.checks import check_config, check_file_hashes, check_header, check_identity, check_sizes
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
@@ -115,10 +115,13 @@ class StoredFiles:
                 self._cache.note_whole(folder, version.record)
         return self._identified(folder, record)
 
-    def read_all(self, version: Version) -> dict[str, bytes]:
-        """The bytes of both files of a version, as they are on storage, checked."""
+    def read_all(self, version: Version, read: Sent | None = None) -> dict[str, bytes]:
+        """The bytes of both files of a version, as they are on storage, checked; `read` is told on the way."""
         record = self.record(version)
-        files = {file: self._read(version, file) for file in (CONFIG_FILE, MODEL_FILE)}
+        files = {
+            CONFIG_FILE: self._read(version, CONFIG_FILE),
+            MODEL_FILE: self._read_told(version, record, read),
+        }
         where = f"{self._blobs.url}/{version.directory}"
         self._config(files[CONFIG_FILE], record, f"{where}/{CONFIG_FILE}")
         self._lazy(files[MODEL_FILE], record, f"{where}/{MODEL_FILE}").touch()
@@ -165,9 +168,7 @@ class StoredFiles:
             if progress is None or file != MODEL_FILE:
                 return self._read(version, file)
             piece = meter.piece(record.model_size)
-            data = read_in_pieces(self._blobs, f"{version.directory}/{file}", record.model_size, piece.reached)
-            if data is None:
-                return self._read(version, file)  # says what is missing
+            data = self._read_told(version, record, piece.reached)
             piece.done()
             return data
 
@@ -176,6 +177,13 @@ class StoredFiles:
     def _local(self, version: Version) -> Path | None:
         path = self._blobs.local_path(f"{version.directory}/{RECORD_FILE}")
         return None if path is None else path.parent
+
+    def _read_told(self, version: Version, record: VersionRecord, read: Sent | None) -> bytes:
+        """The model file; `read` is told on the way."""
+        key, data = f"{version.directory}/{MODEL_FILE}", None
+        if read is not None:
+            data = read_in_pieces(self._blobs, key, record.model_size, read)
+        return self._read(version, MODEL_FILE) if data is None else data  # which says what is missing
 
     def _read(self, version: Version, file: str) -> bytes:
         key = f"{version.directory}/{file}"

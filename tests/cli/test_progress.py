@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import pytest
 
-from multilora_store import export_adapter, open_store, sync
+from multilora_store import export_adapter, import_peft, open_store, sync
 from multilora_store.assembly import assemble
 from multilora_store.assembly.bases import demo_base
 from multilora_store.cli import main
@@ -139,6 +139,8 @@ def test_parts_of_one_adapter_are_told(
         "put elsewhere": lambda tell: open_store("memory://put-elsewhere").stage_many([fresh], progress=tell),
         "sync up": lambda tell: sync(opened, "memory://sync-up", include=["a"], progress=tell),
         "sync down": lambda tell: sync(remote, tmp_path / "down", include=["a"], progress=tell),
+        "export up": lambda tell: export_adapter(opened, "a", "memory://export-up", progress=tell),
+        "export down": lambda tell: export_adapter(remote, "a", tmp_path / "export", progress=tell),
         "doctor": lambda tell: inspect_checkpoint(spelled("{folder}").split()[0], progress=tell),
     }
     for work, do in works.items():
@@ -148,6 +150,12 @@ def test_parts_of_one_adapter_are_told(
         assert len(set(amounts)) > 4, work
         assert amounts == sorted(amounts), work
         assert (told[-1].nbytes, told[-1].files) == (told[-1].nbytes_total, told[-1].files_total), work
+
+    told = []
+    import_peft(open_store("memory://imported"), "memory://export-up", name="a", progress=told.append)
+    read = [now.nbytes for now in told[: 1 + [now.files for now in told].index(1)]]  # and then stored
+    assert len(set(read)) > 4
+    assert read == sorted(read)
 
 
 @pytest.mark.parametrize("word", ["quiet=true", "output=json"])

@@ -21,6 +21,7 @@ from multilora_store.errors import NotInStoreError, UsageError, choices
 
 if TYPE_CHECKING:
     from multilora_store.storage import Store
+    from multilora_store.storage.progress import Listener
 
 __all__ = ["export_one", "run"]
 
@@ -64,9 +65,10 @@ def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcom
         meter = Meter(progress, files=len(places), nbytes=sum(version.nbytes for version in versions.values()))
         written = []
         for ref, version in versions.items():
-            path = export_one(store, ref, places[ref], exporter)
+            piece = meter.piece(version.nbytes)
+            path = export_one(store, ref, places[ref], exporter, piece.follow)
             written.append({"ref": ref, "version": version.id, "path": path})
-            meter.add(version.nbytes)
+            piece.done()
     rows = [(item["ref"], item["version"], item["path"]) for item in written]
     return Outcome(
         document={"store": store.url, "exporter": (plain(options.exporter) or {}).get("name"), "exported": written},
@@ -74,13 +76,19 @@ def _adapters(options: ExportOptions, wanted: str, terminal: Terminal) -> Outcom
     )
 
 
-def export_one(store: Store, ref: str, target: str, exporter: Callable[..., Any] | None = None) -> str:
-    """Write one adapter; returns the place as text."""
+def export_one(
+    store: Store,
+    ref: str,
+    target: str,
+    exporter: Callable[..., Any] | None = None,
+    progress: Listener | None = None,
+) -> str:
+    """Write one adapter; returns the place as text. PEFT's layout alone tells how far it is on its way."""
     if exporter is not None:
         return str(exporter(store, ref, _place(target)))
     from multilora_store.storage import export_adapter
 
-    return str(export_adapter(store, ref, target))
+    return str(export_adapter(store, ref, target, progress=progress))
 
 
 def _place(target: str) -> str | Path:
