@@ -23,7 +23,7 @@ class Stores:
     """The stores that a manifest may speak of, each opened once.
 
     Attributes:
-        default: The store of entries that name none.
+        default: The store of entries that name none; the keys that it trusts hold for the others too.
         opened: By URL.
     """
 
@@ -43,7 +43,8 @@ class Stores:
         if url not in self.opened:
             from multilora_store.storage import open_store
 
-            self.opened[url] = open_store(url)
+            trusted = None if self.default is None else self.default.files.trusted
+            self.opened[url] = open_store(url, trusted_keys=trusted)
         return self.opened[url]
 
 

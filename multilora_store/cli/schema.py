@@ -208,7 +208,9 @@ class SyncOptions(Common):
     tags: list[str] = option([], "just the versions with a tag like one of these")
     jobs: int = option(32, "how many files are under way at a time")
     bandwidth: float | None = option(None, "at most so many bytes a second")
-    trusted_keys: list[str] | None = option(None, "files of public keys; bring nothing that none of them signed")
+    trusted_keys: list[str] | None = option(None, "short for store.trusted_keys: bring only what one of them signed")
+    source_options: dict[str, Any] = option({}, "what the source's storage is told; before store.options")
+    target_options: dict[str, Any] = option({}, "what the target's storage is told; before store.options")
     watch: float | None = option(None, "sync again every so many seconds, until Ctrl-C (exit code 0)")
     dry_run: bool = option(False, "print the plan, copy nothing")
 
@@ -218,6 +220,7 @@ class RepairOptions(Common):
     """Options of `repair`."""
 
     source: str | None = option(None, "another store to take whole copies from, by URL")
+    source_options: dict[str, Any] = option({}, "what the source's storage is told; before store.options")
     deep: bool = option(True, "read and hash every byte first")
     dry_run: bool = option(False, "print what would be done, write nothing")
 

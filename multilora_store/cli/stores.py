@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import source_kind
 from multilora_store.cli.demo import NOTE, demo_store_folder, seed_store
@@ -14,7 +15,7 @@ from multilora_store.errors import UsageError
 if TYPE_CHECKING:
     from multilora_store.storage import Store
 
-__all__ = ["local_path", "opened_store", "store_for_set", "store_if_any"]
+__all__ = ["local_path", "opened_store", "other_store", "store_for_set", "store_if_any"]
 
 
 def opened_store(options: Common, terminal: Terminal) -> Store:
@@ -58,6 +59,26 @@ def store_for_set(options: Common, terminal: Terminal, *, first: bool = True) ->
     if store is not None and options.store.demo and not options.store.url and first:
         seed_store(store)
     return store
+
+
+def other_store(url: str, options: Common, own: Mapping[str, Any], *, signing: bool = False) -> Store:
+    """A store that a command names by itself, not as `store.url`: one end of a sync, the source of a repair.
+
+    Args:
+        url: Where it is.
+        options: Those of the command: what `store.options` tells remote storage and the keys of `store` hold for it.
+        own: What its storage alone is told, before `store.options`.
+        signing: Whether it signs what is put into it.
+    """
+    from multilora_store.storage import open_store
+
+    shared = options.store.options if source_kind(url) == "url" else {}
+    return open_store(
+        local_path(url),
+        signing_key=options.store.signing_key if signing else None,
+        trusted_keys=options.store.trusted_keys,
+        **{**shared, **own},
+    )
 
 
 def local_path(text: str) -> str:

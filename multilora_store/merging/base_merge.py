@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from multilora_store.merging.capability import kinds_of
 from multilora_store.merging.full_modules import merge_full, owners_of, resolve_rule
 from multilora_store.merging.layout import Layout
 from multilora_store.merging.source import MergeSource, canonical_order
+from multilora_store.storage.locations import check_new_folder, new_folder
 from multilora_store.storage.progress import Listener, Meter
 
 __all__ = ["BaseMergeReport", "export_merged"]
@@ -120,8 +119,7 @@ def export_merged(
 
 
 def _check_target(out: Path, base: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExistsError(f"the target {out} exists and is not empty", remedy="choose a new folder")
+    check_new_folder(out)
     resolved = out.resolve()
     if resolved == base.resolve() or base.resolve() in resolved.parents:
         raise ExistsError(
@@ -281,9 +279,7 @@ def _write(
             size += part.nbytes
         meter.add(size)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with new_folder(out) as partial:
         for file, entries in shards.items():
             write_shard(partial / file, entries, parts, _nbytes)
         if folder.indexed:
@@ -291,11 +287,6 @@ def _write(
         copy_other_files(folder.path, partial)
         _write_json(partial / "config.json", _config(folder, tie))
         _write_json(partial / _RECORD, record)
-        partial.chmod(0o755)
-        os.replace(partial, out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return total
 
 

@@ -1,15 +1,18 @@
-"""Where this user's machine keeps what can be made again: probes' answers, copies of remote versions."""
+"""Places on this machine: where what can be made again is kept, and new folders that are whole or absent."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from multilora_store.errors import UsageError
+from multilora_store.errors import ExistsError, UsageError
 from multilora_store.storage.failures import translated
 
-__all__ = ["cache_folder", "cache_limit", "write_small"]
+__all__ = ["cache_folder", "cache_limit", "check_new_folder", "new_folder", "write_small"]
 
 
 def cache_folder() -> Path:
@@ -48,3 +51,29 @@ def write_small(path: Path, data: bytes) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def check_new_folder(target: Path) -> None:
+    """Raises ExistsError if something is there other than an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExistsError(f"the target {target} exists and is not empty", remedy="name a new folder, or empty this one")
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` to write into, which takes its place at the end of the block, or goes with an error.
+
+    Raises:
+        ExistsError: see `check_new_folder`.
+    """
+    check_new_folder(target)
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    with translated("writing", str(target)):
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with translated("writing", str(target)):
+            os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from multilora_store.adapter import AdapterConfig, canonical_tensor_name
 from multilora_store.errors import DamagedError, UsageError
-from multilora_store.storage.blobs import Buffer, Sent, open_blobs, read_in_pieces, redact, url_text
+from multilora_store.storage.blobs import Blobs, Buffer, Sent, open_blobs, read_in_pieces, redact, url_text
 from multilora_store.storage.codec import LazyTensors, lazy_from_bytes, lazy_from_file
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.failures import translated
@@ -103,13 +103,18 @@ def refuse_without_config(where: str) -> NoReturn:
 
 
 class Folder:
-    """A folder of somebody else's files: a local one (its symbolic links are its owner's business) or a URL."""
+    """A folder of somebody else's files: a local one (its symbolic links are its owner's business) or a URL.
 
-    def __init__(self, path_or_url: str | os.PathLike[str]) -> None:
+    Args:
+        path_or_url: Where it is.
+        blobs: What reads it where it is a URL; None: opened without options.
+    """
+
+    def __init__(self, path_or_url: str | os.PathLike[str], blobs: Blobs | None = None) -> None:
         text = url_text(path_or_url)
         is_url = "://" in text and not text.startswith(("file://", "local://"))
         self.path = None if is_url else Path(os.path.abspath(Path(text.partition("://")[2] or text).expanduser()))
-        self.blobs = open_blobs(text) if is_url else None
+        self.blobs = (blobs or open_blobs(text)) if is_url else None
         self.where = redact(text).rstrip("/") if self.path is None else str(self.path)
 
     def keys(self) -> list[str]:

@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 from multilora_store.errors import StoreNotFoundError, UsageError
 from multilora_store.storage.blobs import Blobs
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
-from multilora_store.storage.peft_dirs import PeftFolder, plan_import, read_peft_dir, refuse_rank_mismatch
+from multilora_store.storage.peft_dirs import PeftFolder, plan_import, refuse_rank_mismatch
+from multilora_store.storage.peft_folder import Folder, read_adapter
 from multilora_store.storage.puts import Source, build_contents, make_put, plan_directory
 from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import State, Version
@@ -30,8 +31,9 @@ def import_folder(source: Blobs, target: Store, selection: Selection, *, dry_run
         StoreNotFoundError: the folder is no store and holds no adapters.
     """
     _refuse_partial(selection)
+    folder = Folder(source.url, source)
     folders = [found for found in plan_import(_keys(source), source.url) if selection.takes(found.name)]
-    read = {found.name: read_peft_dir(f"{source.url}/{found.folder}".rstrip("/")) for found in folders}
+    read = {found.name: read_adapter(folder, found.folder, False) for found in folders}
     refuse_rank_mismatch(read)
     state = _state(target)
     versions = {name: _planned(name, one, state) for name, one in read.items()}

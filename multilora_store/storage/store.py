@@ -47,7 +47,7 @@ def open_store(
     *,
     cache: bool = True,
     signing_key: str | os.PathLike[str] | None = None,
-    trusted_keys: Iterable[str | os.PathLike[str]] | None = None,
+    trusted_keys: Iterable[str | os.PathLike[str]] | TrustedKeys | None = None,
     **storage_options: Any,
 ) -> Store:
     """The store at `url`: a folder, `memory://...`, or any fsspec URL. Does no I/O there.

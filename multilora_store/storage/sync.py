@@ -19,6 +19,7 @@ from multilora_store.errors import (
     ConflictError,
     ProtectedError,
     StoreNotFoundError,
+    UntrustedError,
     UsageError,
 )
 from multilora_store.storage.arguments import as_several, of_type
@@ -155,6 +156,11 @@ def _plain_sync(source: Store, target: Store, selection: Selection, dry_run: boo
     from multilora_store.storage import plain_sync
 
     if not _is_store(source):
+        if source.files.trusted is not None and plain_sync.holds_adapters(source.blobs):
+            raise UntrustedError(
+                f"{source.url} is a folder of plain adapters, which nobody signed",
+                remedy="import it into a store with a signing_key, then sync that store",
+            )
         return plain_sync.import_folder(source.blobs, target, selection, dry_run=dry_run)
     if not _is_store(target) and plain_sync.holds_adapters(target.blobs):
         return plain_sync.export_folder(source, target.blobs, selection, dry_run=dry_run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from multilora_store.cli.documents import finding_line
 from multilora_store.cli.outcome import Outcome
 from multilora_store.cli.schema import RepairOptions
-from multilora_store.cli.stores import local_path, opened_store
+from multilora_store.cli.stores import opened_store, other_store
 from multilora_store.cli.terminal import Terminal
 
 __all__ = ["run"]
@@ -13,10 +13,10 @@ __all__ = ["run"]
 
 def run(options: RepairOptions, terminal: Terminal) -> Outcome:
     """Verify, mend what can be mended; exit code 3 if something stays damaged."""
-    from multilora_store.storage import open_store, repair
+    from multilora_store.storage import repair
 
     store = opened_store(options, terminal)
-    other = open_store(local_path(options.source)) if options.source else None
+    other = other_store(options.source, options, options.source_options) if options.source else None
     with terminal.progress("repairing") as progress:
         report = repair(store, from_=other, deep=options.deep, dry_run=options.dry_run, progress=progress)
     found = report.to_json()

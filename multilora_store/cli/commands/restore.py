@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+LOCK = "set.lock.json"
+
 
 def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     """Every adapter as a PEFT folder, `set.lock.json`, and the snapshot's own files under `snapshot/`."""
@@ -30,40 +32,40 @@ def run(options: RestoreOptions, terminal: Terminal) -> Outcome:
     if options.to is not None:
         return _state_of(options.to, options, terminal)
     from multilora_store.assembly.resolve import lock_snapshot
+    from multilora_store.storage.locations import check_new_folder, new_folder
     from multilora_store.storage.progress import Meter
 
     assert options.target is not None, "one of the two is given"
     store = opened_store(options, terminal)
     target = Path(local_path(options.target))
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is not an empty folder", remedy="name a new folder, or empty this one")
+    check_new_folder(target)
     snapshot = store.snapshot(options.snapshot)
     locked = lock_snapshot(store, snapshot.id)
     rows, files = [], []
     versions = {name: store.resolve(f"{name}@{member.version}") for name, member in snapshot.adapters.items()}
     sizes = [version.nbytes for version in versions.values()] + [file.size for file in snapshot.files.values()]
-    with terminal.progress("restoring") as progress:
+    with terminal.progress("restoring") as progress, new_folder(target) as folder:
         meter = Meter(progress, files=len(sizes), nbytes=sum(sizes))
         for name, version in versions.items():
-            rows.append((name, version.id, export_one(store, f"{name}@{version.id}", str(target / name))))
-            meter.add(version.nbytes)
+            piece = meter.piece(version.nbytes)
+            export_one(store, f"{name}@{version.id}", str(folder / name), progress=piece.follow)
+            rows.append((name, version.id, str(target / name)))
+            piece.done()
         for path in store.snapshot_files(snapshot):
-            place = target / "snapshot" / path
+            place = folder / "snapshot" / path
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(store.read_snapshot_file(snapshot, path))
-            files.append(str(place))
+            files.append(str(target / "snapshot" / path))
             meter.add(snapshot.files[path].size)
-    target.mkdir(parents=True, exist_ok=True)
-    lock = target / "set.lock.json"
-    lock.write_text(locked.to_json(), encoding="utf-8")
+        (folder / LOCK).write_text(locked.to_json(), encoding="utf-8")
     document = {
         "store": store.url,
         "snapshot": snapshot_document(snapshot),
         "adapters": {name: path for name, _, path in rows},
-        "lock": str(lock),
+        "lock": str(target / LOCK),
         "files": files,
     }
-    view: list[Table | str] = [Table(columns=("adapter", "version", "folder"), rows=rows), f"lock: {lock}"]
+    view: list[Table | str] = [Table(columns=("adapter", "version", "folder"), rows=rows), f"lock: {target / LOCK}"]
     return Outcome(document=document, view=[*view, *(f"file: {path}" for path in files)])
 
 

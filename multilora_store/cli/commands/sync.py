@@ -9,11 +9,11 @@ from typing import Any
 from multilora_store.cli.failures import document_of
 from multilora_store.cli.outcome import Outcome, bytes_in_words
 from multilora_store.cli.schema import SyncOptions
-from multilora_store.cli.stores import local_path
+from multilora_store.cli.stores import other_store
 from multilora_store.cli.terminal import Terminal
 from multilora_store.errors import UsageError
 from multilora_store.storage.progress import Listener
-from multilora_store.storage.store import Store, open_store
+from multilora_store.storage.store import Store
 from multilora_store.storage.sync import SyncReport, sync
 
 __all__ = ["run"]
@@ -21,7 +21,10 @@ __all__ = ["run"]
 
 def run(options: SyncOptions, terminal: Terminal) -> Outcome:
     """Plan, copy what is new, record it in one entry; with `watch`, from then on."""
-    source, target = (_store(url, options) for url in (options.source, options.target))
+    if options.trusted_keys is not None:
+        options.store.trusted_keys = options.trusted_keys
+    source = other_store(options.source, options, options.source_options)
+    target = other_store(options.target, options, options.target_options, signing=True)
     if options.watch is not None:
         return _watch(source, target, options, terminal)
     with terminal.progress("syncing") as progress:
@@ -73,10 +76,6 @@ def _choices(options: SyncOptions, progress: Listener | None) -> dict[str, Any]:
         "bandwidth": options.bandwidth,
         "progress": progress,
     }
-
-
-def _store(url: str, options: SyncOptions) -> Store:
-    return open_store(local_path(url), trusted_keys=options.trusted_keys)
 
 
 def _view(report: SyncReport) -> list[str]:
