@@ -190,6 +190,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Knows the record types of a distributed checkpoint's metadata, and dtypes; nothing else is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 says that its paths are; no other has such a module
+            module = "pathlib"
         if (module, name) in _METADATA or _is_dtype(module, name):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"Unsupported: {module}.{name} has no place in the metadata of a checkpoint")
