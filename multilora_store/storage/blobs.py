@@ -168,12 +168,14 @@ def read_in_pieces(blobs: Blobs, key: str, size: int, read: Sent) -> bytes | Non
 
 
 def redact(url: str) -> str:
-    """`url` without user, password and query, which may hold secrets."""
+    """`url` without user, password and query, which may hold secrets; what Azure puts before the `@` is a container."""
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
     authority, slash, path = rest.split("?", 1)[0].split("#", 1)[0].partition("/")
-    return f"{scheme}://{authority.rsplit('@', 1)[-1]}{slash}{path}"
+    user, _, host = authority.rpartition("@")
+    container = f"{user}@" if scheme in ("abfs", "abfss") and user and ":" not in user else ""
+    return f"{scheme}://{container}{host}{slash}{path}"
 
 
 def open_blobs(url: str | os.PathLike[str], **options: Any) -> Blobs:

@@ -24,7 +24,7 @@ _EXPIRED = re.compile(r"(?i)expired ?token|token .{0,40}expired|RequestExpired|c
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _SECRETS = re.compile(
-    r"(?i)((?:secret|password|passwd|token|signature|credential|access_?key(?:_?id)?|session|sig|authorization)"
+    r"(?i)((?:secret|password|passwd|token|signature|credential|access_?key(?:_?id)?|account_?key|session|sig|authorization)"
     r"[\w-]*[\"']?\s*[=:]\s*[\"']?(?:bearer\s+|basic\s+)?)[^\s\"'&,;)}<]+"
 )
 _USERINFO = re.compile(r"://[^/\s@]+@")
@@ -35,8 +35,8 @@ _DENIED_WORDS = re.compile(
 )
 _FULL_WORDS = re.compile(r"(?i)no space left|quota|entitytoolarge|insufficient storage|\b507\b")
 _UNREACHABLE_WORDS = re.compile(
-    r"(?i)connect|timed? ?out|unreachable|nosuchbucket|bucket does not exist|name or service|dns|"
-    r"slowdown|\b50[0234]\b|reset by peer|temporary failure|broken pipe|permanentredirect|region"
+    r"(?i)connect|timed? ?out|unreachable|nosuchbucket|containernotfound|(?:bucket|container) does not exist|"
+    r"name or service|dns|slowdown|\b50[0234]\b|reset by peer|temporary failure|broken pipe|permanentredirect|region"
 )
 
 
@@ -47,7 +47,7 @@ def scrub(text: str) -> str:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind `error`, where a driver left one (botocore, aiohttp, requests), else None."""
+    """The HTTP status behind `error`, where a driver left one (botocore, aiohttp, azure, gcsfs), else None."""
     seen: BaseException | None = error
     while seen is not None:
         response = getattr(seen, "response", None)
@@ -55,9 +55,10 @@ def status_of(error: BaseException) -> int | None:
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(status, int):
                 return status
-        status = getattr(seen, "status", None) or getattr(response, "status_code", None)
-        if isinstance(status, int):
-            return status
+        own = (getattr(seen, name, None) for name in ("status", "status_code", "code"))
+        for status in (*own, getattr(response, "status_code", None)):
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
         seen = seen.__cause__ or seen.__context__
     return None
 

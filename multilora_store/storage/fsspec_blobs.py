@@ -7,17 +7,17 @@ import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from multilora_store.errors import StorageError, UsageError
 from multilora_store.storage.blobs import BlobInfo, Blobs, Buffer, Exclusive, Sent, check_key, parts_of, redact
+from multilora_store.storage.clouds import FSSPEC_PACKAGE, cloud_of, fsspec_options, refuse_secrets, server_of
 from multilora_store.storage.failures import renewing, scrub, status_of, translate, translated
 
 __all__ = ["FsspecBlobs"]
 
-# File systems whose `mode="create"` is one conditional request; all others look first and write then.
-_CONDITIONAL = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _TEMPORARY = ".tmp~"
 _PRECONDITION_CODES = frozenset({"PreconditionFailed", "412"})
 
@@ -33,14 +33,15 @@ class FsspecBlobs:
 
     def __init__(self, url: str, **options: Any) -> None:
         self.url = redact(url).rstrip("/")
-        self.endpoint = _endpoint(url, options)
+        refuse_secrets(url, options)
+        self._server = server_of(url, options)
+        self.endpoint = _endpoint(url, self._server)
         self._url = url
-        self._options = _options_of_s3fs(url, options)
+        self._options = fsspec_options(url, options)
         self._given = options
         self._lock = threading.Lock()
         self._made: tuple[int, Any, str] | None = None
-        scheme = url.split("://", 1)[0].split("::", 1)[0]
-        self._conditional = scheme in _CONDITIONAL
+        self._conditional = cloud_of(url) is not None  # whose `mode="create"` is one request; others look first
         if not self._conditional and type(self).exclusive == "unknown":
             self.exclusive = "absent"
 
@@ -192,12 +193,18 @@ class FsspecBlobs:
         # An instance of our own: the cached one of another caller may carry a listing cache or be closed.
         try:
             options = {"skip_instance_cache": True, "use_listings_cache": False, **self._options}
-            fs, base = fsspec.core.url_to_fs(self._url, **options)
+            if self._server and cloud_of(self._url) == "gs":
+                # gcsfs's other class asks Google itself about the bucket, whatever server is given, and waits long.
+                fs = import_module("gcsfs.core").GCSFileSystem(**options)
+                base = fs._strip_protocol(self._url)
+            else:
+                fs, base = fsspec.core.url_to_fs(self._url, **options)
         except (ValueError, ImportError) as error:
+            packages = ", ".join(f"{cloud}: {package}" for cloud, package in FSSPEC_PACKAGE.items())
             raise UsageError(
                 f"no storage for {self.url}",
                 why=scrub(str(error)),
-                remedy="check the URL's scheme; install the package that serves it (s3: s3fs, of the extra s3)",
+                remedy=f"check the URL's scheme; install the package that serves it ({packages})",
             ) from error
         except Exception as error:
             raise translate(error, "opening", self.url) from error
@@ -208,42 +215,11 @@ class FsspecBlobs:
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
 
-def _options_of_s3fs(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Our options for S3, which hold for every driver, as s3fs takes them; all others as they are."""
-    if url.split("://", 1)[0] not in ("s3", "s3a"):
-        return options
-    secrets = sorted({"key", "secret", "token", "username", "password"} & set(options))
-    if secrets:
-        raise UsageError(
-            f"credentials for {redact(url)} were given as options ({', '.join(secrets)})",
-            why="options end up in configurations and logs",
-            remedy="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or use a profile or a role",
-        )
-    ours = {"region", "retries", "timeout", "endpoint_url"}
-    found = {name: value for name, value in options.items() if name not in ours}
-    config = dict(found.pop("config_kwargs", None) or {})
-    client = dict(found.pop("client_kwargs", None) or {})
-    if options.get("endpoint_url"):
-        client["endpoint_url"] = options["endpoint_url"]
-    if options.get("region"):
-        client["region_name"] = options["region"]
-    if options.get("timeout") is not None:
-        config |= {"connect_timeout": options["timeout"], "read_timeout": options["timeout"]}
-    if options.get("retries") is not None:
-        config["retries"] = {"max_attempts": options["retries"], "mode": "standard"}
-    return {**found, "client_kwargs": client, "config_kwargs": config}
-
-
-def _endpoint(url: str, options: dict[str, Any]) -> str:
+def _endpoint(url: str, server: str | None) -> str:
     """The service behind `url`, without secrets: what one probe of exclusive creation holds for."""
-    endpoint = (
-        options.get("endpoint_url")
-        or (options.get("client_kwargs") or {}).get("endpoint_url")
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-    )
     scheme, _, rest = redact(url).partition("://")
-    return f"{scheme}+{redact(str(endpoint))}" if endpoint else f"{scheme}://{rest.split('/', 1)[0]}"
+    # The same server may keep the conditions of one driver's protocol and not those of the other's.
+    return f"fsspec+{cloud_of(url) or scheme}+{redact(server)}" if server else f"{scheme}://{rest.split('/', 1)[0]}"
 
 
 def _is_conflict(error: BaseException) -> bool:

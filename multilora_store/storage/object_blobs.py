@@ -24,6 +24,7 @@ from multilora_store.storage.blobs import (
     pieces_of,
     redact,
 )
+from multilora_store.storage.clouds import FSSPEC_PACKAGE, cloud_of, obstore_settings, refuse_secrets, server_of
 from multilora_store.storage.failures import renewing, scrub, translate, translated
 from multilora_store.storage.fsspec_blobs import FsspecBlobs
 
@@ -31,7 +32,6 @@ __all__ = ["OBJECT_SCHEMES", "ObjectBlobs", "obstore_installed"]
 
 OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "abfs", "abfss"})
 _OPTIONS = frozenset({"endpoint_url", "region", "anon", "retries", "timeout", "config", "client_options"})
-_FSSPEC_PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs"}
 _CHUNK = 16 << 20
 _CONFLICT = re.compile(r"ConditionalRequestConflict|\b409 Conflict", re.IGNORECASE)
 _BEHIND_THE_END = re.compile(r"InvalidRange|\b416 |range started at", re.IGNORECASE)
@@ -61,8 +61,8 @@ class ObjectBlobs:
 
     Args:
         url: `s3://bucket/prefix`, `gs://...` or `az://...`.
-        endpoint_url: Another server that speaks the protocol; by default AWS_ENDPOINT_URL or the cloud itself.
-        region: The bucket's region; by default AWS_REGION or the endpoint's.
+        endpoint_url: Another server that speaks the protocol; by default the environment's, or the cloud itself.
+        region: The bucket's region, on S3; by default AWS_REGION or the endpoint's.
         anon: Sends unsigned requests.
         retries: How often one request is repeated after a server's failure or a lost connection.
         timeout: Seconds that one request may take.
@@ -95,9 +95,10 @@ class ObjectBlobs:
             "url": url.rstrip("/"), "endpoint_url": endpoint_url, "region": region, "anon": anon,
             "retries": retries, "timeout": timeout, "config": config, "client_options": client_options,
         }  # fmt: skip
-        self._scheme = url.split("://", 1)[0]
-        self._server = endpoint_url or (_environment_endpoint() if self._scheme in ("s3", "s3a") else None)
-        self.endpoint = f"{self._scheme}+{redact(self._server)}" if self._server else f"{self._scheme}://cloud"
+        refuse_secrets(url, self._arguments)
+        self._scheme, self._cloud = url.split("://", 1)[0], cloud_of(url) or "s3"
+        self._server = server_of(url, self._arguments)
+        self.endpoint = f"obstore+{self._cloud}+{redact(self._server)}" if self._server else f"{self._cloud}://cloud"
         self.exclusive: Exclusive = "unknown" if self._server else "holds"
         self._lock = threading.Lock()
         self._made: tuple[int, Any] | None = None
@@ -253,21 +254,22 @@ class ObjectBlobs:
         """The same blobs through fsspec, if this process was forked from one that used obstore."""
         if _runtime_of in (None, os.getpid()):
             return None
-        if importlib.util.find_spec(_FSSPEC_PACKAGE[self._scheme]) is None:
+        package = FSSPEC_PACKAGE[self._cloud]
+        if importlib.util.find_spec(package) is None:
             raise StorageUnreachableError(
                 f"{self.url} cannot be used in this forked process",
                 why="obstore was in use before the fork, and its threads do not survive one",
-                remedy=f"start workers with spawn, or install {_FSSPEC_PACKAGE[self._scheme]} for use in them",
+                remedy=f"start workers with spawn, or install {package} for use in them",
             )
         return self._through_fsspec()
 
     def _through_fsspec(self) -> FsspecBlobs | None:
         """The same blobs through fsspec, where its package is installed."""
-        if importlib.util.find_spec(_FSSPEC_PACKAGE[self._scheme]) is None:
+        if importlib.util.find_spec(FSSPEC_PACKAGE[self._cloud]) is None:
             return None
         if self._other is None or self._other[0] != os.getpid():
-            names = ("endpoint_url", "region", "anon", "retries", "timeout")
-            given = {name: self._arguments[name] for name in names}
+            given = {name: self._arguments[name] for name in ("region", "anon", "retries", "timeout")}
+            given["endpoint_url"] = self._server
             self._other = (os.getpid(), FsspecBlobs(self._arguments["url"], **given))
         return self._other[1]
 
@@ -283,24 +285,18 @@ class ObjectBlobs:
 
         global _runtime_of
         given = self._arguments
-        config = dict(given["config"] or {})
-        client = {"timeout": timedelta(seconds=given["timeout"]), **(given["client_options"] or {})}
-        if self._server:
-            config.setdefault("endpoint", self._server)
-            if self._server.startswith("http://"):
-                client.setdefault("allow_http", True)
-        if given["region"]:
-            config.setdefault("region", given["region"])
-        if given["anon"]:
-            config.setdefault("skip_signature", True)
+        config, client = obstore_settings(url or given["url"], given, self._server)
+        client = {"timeout": timedelta(seconds=given["timeout"]), **client}
         retry = {"max_retries": given["retries"], "retry_timeout": timedelta(seconds=3 * given["timeout"])}
-        provider = None if given["anon"] or self._scheme not in ("s3", "s3a") else _aws_chain()
+        provider = None if given["anon"] or self._cloud != "s3" else _aws_chain()
         extra = {"credential_provider": provider} if provider else {}
         try:
             made = from_url(url or given["url"], config=config, client_options=client, retry_config=retry, **extra)
         except Exception as error:
             raise UsageError(
-                f"no storage for {self.url}", why=scrub(str(error)), remedy="check the URL and the options"
+                f"no storage for {self.url}",
+                why=scrub(str(error)).partition(" Debug source:")[0],
+                remedy="check the URL, the options, and what the environment says of the account",
             ) from error
         _runtime_of = os.getpid()
         return made
@@ -319,10 +315,6 @@ def _bucket_and_prefix(url: str) -> tuple[str, str]:
     """The bucket, and what goes before every key in it."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     return bucket, f"{prefix}/" if prefix else ""
-
-
-def _environment_endpoint() -> str | None:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 def _aws_chain() -> Any:
