@@ -15,7 +15,7 @@ from torch import Tensor
 import multilora_store
 from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import MergeError, choices
-from multilora_store.merging.blocks import settle_heap
+from multilora_store.merging.blocks import Workspace, settle_heap
 from multilora_store.merging.capability import check_configs, check_layouts
 from multilora_store.merging.full_modules import merge_full, owners_of, resolve_rule
 from multilora_store.merging.merged_config import merged_config
@@ -110,7 +110,7 @@ def merge_adapters(
         seed=seed,
         dtype=_dtype(dtype, work.plans),
         truncation=truncation,
-        budget=memory_budget // workers,
+        workspace=Workspace(memory_budget // workers),
         bias=any(member.pair.bias for plan in work.plans for member in plan.members),
     )
     recipe = _recipe(work, settings, rank)

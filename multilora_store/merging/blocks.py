@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from multilora_store.merging import draws
 from multilora_store.merging.lowrank import LowRank
 from multilora_store.merging.selection import SAMPLE, kth_largest
 
-__all__ = ["BLOCK_ELEMENTS", "Block", "Matrix", "block_rows", "settle_heap"]
+__all__ = ["BLOCK_ELEMENTS", "Block", "Matrix", "Workspace", "block_rows", "settle_heap"]
 
 BLOCK_ELEMENTS = 2**18
 """Elements of a block: few enough for the cache. A constant, because random masks are drawn block by block."""
@@ -34,6 +35,28 @@ def settle_heap() -> None:
     arithmetic on it; the first region of up to 32 MiB that is freed raises the threshold to its size.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
+class Workspace(threading.local):
+    """Memory for dense results, one in each thread, that is used again for each module: fresh pages cost a pass.
+
+    Args:
+        budget: The most bytes in one thread.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._memory = torch.empty(0)
+
+    def of(self, *shape: int) -> Tensor | None:
+        """Float32 of that shape with any content, the same memory each time; None where the budget does not allow it."""
+        size = math.prod(shape)
+        if 4 * size > self._budget:
+            return None
+        if size > self._memory.numel():
+            self._memory = torch.empty(0)  # the old goes before the new comes
+            self._memory = torch.empty(size)
+        return self._memory[:size].view(shape)
 
 
 class Matrix:
@@ -123,10 +146,11 @@ class Block:
         rows, columns = self.matrix.shape
         return self.matrix.kth_magnitude(int(density * rows * columns))
 
-    def uniform(self) -> Tensor:
-        """Random numbers of [0, 1) for every element, the same each time."""
-        return draws.uniform(tuple(self.values.shape), *self.matrix.label, self.start)
+    def uniform(self, out: Tensor | None = None) -> Tensor:
+        """Random numbers of (0, 1) for every element, the same each time; written to `out` where one is given."""
+        return draws.uniform(torch.empty_like(self.values) if out is None else out, *self.matrix.label, self.start)
 
-    def kept(self, probability: float) -> Tensor:
-        """1 where `uniform` is below the probability, else 0: the same each time."""
-        return draws.kept(probability, tuple(self.values.shape), *self.matrix.label, self.start)
+    def kept(self, probability: float, out: Tensor | None = None) -> Tensor:
+        """1 where `uniform` is below the probability, else 0: the same each time; written to `out` if given."""
+        out = torch.empty_like(self.values) if out is None else out
+        return draws.kept(out, probability, *self.matrix.label, self.start)

@@ -12,15 +12,14 @@ from torch import Tensor
 __all__ = ["integers", "kept", "normal", "uniform"]
 
 
-def uniform(shape: tuple[int, ...], *labels: object) -> Tensor:
-    """Numbers of (0, 1), float32, odd multiples of 2**-17: four from each draw of 64 bits, which draws cost."""
-    return _sixteen_bits(shape, labels).add_(32768.5).mul_(2.0**-16)
+def uniform(out: Tensor, *labels: object) -> Tensor:
+    """Fill a float32 tensor with numbers of (0, 1), odd multiples of 2**-17: four from each draw of 64 bits."""
+    return out.copy_(_sixteen_bits(out.shape, labels)).add_(32768.5).mul_(2.0**-16)
 
 
-def kept(probability: float, shape: tuple[int, ...], *labels: object) -> Tensor:
-    """1 where `uniform` of the same labels is below the probability, else 0, float32."""
-    drawn = _sixteen_bits(shape, labels)
-    return torch.lt(drawn, probability * 2.0**16 - 32768.5, out=drawn)
+def kept(out: Tensor, probability: float, *labels: object) -> Tensor:
+    """Fill a float32 tensor with 1 where `uniform` of the same labels is below the probability, else 0."""
+    return torch.lt(out.copy_(_sixteen_bits(out.shape, labels)), probability * 2.0**16 - 32768.5, out=out)
 
 
 def normal(shape: tuple[int, ...], *labels: object) -> Tensor:
@@ -40,7 +39,7 @@ def _seed(labels: tuple[object, ...]) -> int:
 
 
 def _sixteen_bits(shape: tuple[int, ...], labels: tuple[object, ...]) -> Tensor:
-    """Whole numbers of [-32768, 32767] as float32, from the raw stream of SFC64, which NumPy never changes."""
+    """Whole numbers of [-32768, 32767], int16, from the raw stream of SFC64, which NumPy never changes."""
     count = math.prod(shape)
     words = np.random.SFC64(_seed(labels)).random_raw(-(-count // 4))
-    return torch.from_numpy(words.view(np.int16)[:count]).to(torch.float32).reshape(shape)
+    return torch.from_numpy(words.view(np.int16)[:count]).reshape(shape)

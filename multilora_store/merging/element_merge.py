@@ -40,20 +40,19 @@ class Truncation:
 
 @dataclass(slots=True, kw_only=True)
 class ElementMerge:
-    """A merge of one group's elements; the dense result is kept when the budget allows, else computed anew each pass.
+    """A merge of one group's elements; the result is kept where there is space for it, else computed anew in each pass.
 
     Attributes:
         matrices: The adapters' deltas.
         weights: Their weights.
         function: `function(blocks, weights) -> tensor` of a block's shape.
-        budget: Bytes that the kept result may take.
+        space: (m, n), float32: where the result is kept after the first pass over it; None to compute it in each pass.
     """
 
     matrices: Sequence[Matrix]
     weights: Sequence[float]
     function: Callable[[Sequence[Block], Sequence[float]], Tensor]
-    budget: int
-    _kept: Tensor | None = field(default=None, init=False)
+    space: Tensor | None = None
     _square: float | None = field(default=None, init=False)
 
     @property
@@ -67,20 +66,17 @@ class ElementMerge:
         Raises:
             MergeError: the function gave another shape, or a value that is not finite.
         """
-        keep, square = self._kept, 0.0
-        if keep is None and 4 * self.shape[0] * self.shape[1] <= self.budget:
-            keep = torch.empty(self.shape)
+        square, known = 0.0, self._square is not None
         blocks = block_rows(self.shape)
         for chunk in (blocks[start : start + CHUNK_BLOCKS] for start in range(0, len(blocks), CHUNK_BLOCKS)):
             rows = slice(chunk[0].start, chunk[-1].stop)
-            values = torch.empty(rows.stop - rows.start, self.shape[1]) if keep is None else keep[rows]
-            if self._kept is None:
+            values = torch.empty(rows.stop - rows.start, self.shape[1]) if self.space is None else self.space[rows]
+            if self.space is None or not known:
                 for part in chunk:
                     values[part.start - rows.start : part.stop - rows.start] = self._compute(part)
                 square += _square(values)
             yield rows, values
-        if self._kept is None:
-            self._kept, self._square = keep, square
+        self._square = self._square if known else square
 
     def dense(self) -> Tensor:
         """The whole result."""
@@ -126,15 +122,16 @@ class ElementMerge:
 
         The range finder of Halko, Martinsson, Tropp (arXiv 0909.4061, algorithms 4.4 and 5.1), which multiplies with
         the result and its transpose by turns. It starts on the rows of the adapters' own factors, where most of a merge
-        lies, with random columns beside them, and stops when a pass lowers the error by less than a hundredth.
+        lies, with random columns beside them, and stops when a pass lowers the error by less than a hundredth, or when
+        the next one is expected to.
         """
-        product, error = self._start(width, label), math.inf
+        product, error, squares = self._start(width, label), math.inf, torch.zeros(width, dtype=torch.float64)
         for step in range(_PASSES):
             basis = torch.linalg.qr(product).Q
             product = self.transposed_times(basis) if step % 2 else self.times(basis)
-            squares, turn = torch.linalg.eigh(product.double().mT @ product.double())
+            last, (squares, turn) = squares, torch.linalg.eigh(product.double().mT @ product.double())
             before, error = error, math.sqrt(max(0.0, self.norm() ** 2 - float(squares[-rank:].sum())))
-            if error >= before * (1.0 - _GAIN):
+            if error >= before * (1.0 - _GAIN) or (step and _next_gain(last, squares, rank) < 2.0 * _GAIN * error**2):
                 break
         projection = LowRank(product.double()[None], basis.double().mT[None])
         turn, root = turn[:, -rank:].flip(1), squares[-rank:].flip(0).clamp(min=0.0).pow(0.25)
@@ -179,6 +176,20 @@ class ElementMerge:
                 f"the merge function returned values that are not finite in rows {rows.start} to {rows.stop - 1}"
             )
         return values
+
+
+def _next_gain(last: Tensor, squares: Tensor, rank: int) -> float:
+    """By how much the next pass of a range finder may lower the square of the error, from what this one gained.
+
+    In a pass of subspace iteration what is missing of a squared singular value shrinks by the ratio to it of the first
+    one that is left out (Halko et al., section 4.5, without the help of the columns beyond).
+
+    Args:
+        last, squares: The squared singular values of the last two projections, ascending.
+        rank: How many of them are kept.
+    """
+    kept = squares[-rank:]
+    return float(((kept - last[-rank:]).clamp(min=0.0) * squares[-rank - 1] / kept.clamp(min=1e-300)).sum())
 
 
 def _square(values: Tensor) -> float:

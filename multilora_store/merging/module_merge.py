@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multilora_store.errors import MergeError
-from multilora_store.merging.blocks import Matrix
+from multilora_store.merging.blocks import Matrix, Workspace
 from multilora_store.merging.element_merge import ElementMerge
 from multilora_store.merging.layout import FactorPair
 from multilora_store.merging.lowrank import LowRank, is_finite
@@ -38,7 +38,7 @@ class Settings:
         seed: Seed of random masks.
         dtype: Dtype of the result.
         truncation: How dense results are brought to rank.
-        budget: Bytes that one module's dense result may take; above it, it is computed anew in each pass.
+        workspace: Where a module's dense result is kept; what it has no room for is computed anew in each pass.
         bias: Whether every linear or convolution gets a `lora_B.bias`, because some adapter has them.
     """
 
@@ -47,7 +47,7 @@ class Settings:
     seed: int
     dtype: torch.dtype
     truncation: Truncation
-    budget: int
+    workspace: Workspace
     bias: bool
 
 
@@ -197,6 +197,7 @@ class _ElementTarget:
         smaller = min(plan.pair.shape)
         self._exact = settings.truncation == "exact" or (settings.truncation == "auto" and smaller <= EXACT_SIDE)
         function = partial(_call, settings.strategy.function, settings.params)
+        space = settings.workspace.of(plan.pair.groups, *plan.pair.shape)
         self._groups = [
             ElementMerge(
                 matrices=[
@@ -205,7 +206,7 @@ class _ElementTarget:
                 ],
                 weights=[member.weight for member in plan.members],
                 function=function,
-                budget=settings.budget // plan.pair.groups,
+                space=None if space is None else space[index],
             )
             for index in range(plan.pair.groups)
         ]
@@ -246,7 +247,7 @@ def _merge_factors(plan: ModulePlan, settings: Settings) -> LowRank:
             name = name_of(member.pair)
             values = member.source.tensors[name].flatten(1)
             matrices.append(Matrix.of_tensor(values, (settings.seed, member.source.digest, name)))
-        apart = ElementMerge(matrices=matrices, weights=weights, function=function, budget=settings.budget)
+        apart = ElementMerge(matrices=matrices, weights=weights, function=function)
         merged.append(apart.dense())
     return _stored(plan.pair, plan.pair.restore(*merged), plan.rank)
 

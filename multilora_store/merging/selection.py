@@ -57,7 +57,7 @@ def _inside(count: int, low: float, high: float, most: int, blocks: Callable[[],
         chosen = values >= low
         reached += int(np.count_nonzero(chosen))
         chosen &= values <= high
-        gathered.append(values[chosen])
+        gathered.append(values[np.flatnonzero(chosen)])  # by places: faster than by booleans where few are true
         inside += gathered[-1].size
         if inside > most:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from multilora_store.errors import MergeError
 from multilora_store.merging import blocks
-from multilora_store.merging.blocks import Block, Matrix, block_rows
+from multilora_store.merging.blocks import Block, Matrix, Workspace, block_rows
 from multilora_store.merging.element_merge import ElementMerge
 from multilora_store.merging.lowrank import LowRank
 
@@ -74,6 +75,31 @@ def test_the_randomised_truncation_is_near_the_best_and_its_error_is_told() -> N
         assert apart == pytest.approx(merge.distance(found)[0], rel=rel)  # the same, summed block by block
 
 
+def test_a_workspace_is_one_memory_in_a_thread_and_keeps_to_its_budget() -> None:
+    workspace = Workspace(4 * 40 * 50)
+    first = workspace.of(40, 50)
+    assert first is not None
+    again = workspace.of(2, 10, 50)
+    assert again is not None
+    assert again.shape == (2, 10, 50)
+    assert again.data_ptr() == first.data_ptr()
+    assert workspace.of(41, 50) is None
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(workspace.of, 40, 50).result()
+    assert other is not None
+    assert other.data_ptr() != first.data_ptr()
+
+
+def test_a_mask_is_where_its_uniform_numbers_are_below_the_probability() -> None:
+    block = Block.of(torch.ones(64, 64))
+    for probability in (1e-9, 2.0**-16, 0.3, 0.5, 1.0 - 2.0**-16, 1.0):
+        assert torch.equal(block.kept(probability), (block.uniform() < probability).float())
+    assert float(block.kept(1.0).min()) == 1.0
+    given = torch.empty(64, 64)
+    assert block.uniform(given) is given
+    assert torch.equal(given, block.uniform())
+
+
 def test_masks_depend_on_the_place_and_the_seed() -> None:
     first = Block.of(torch.ones(20, 20), seed=1).uniform()
     assert torch.equal(first, Block.of(torch.zeros(20, 20), seed=1).uniform())
@@ -84,10 +110,10 @@ def test_masks_depend_on_the_place_and_the_seed() -> None:
 
 def test_a_function_of_another_shape_or_with_infinities_is_refused() -> None:
     matrix = Matrix.of_tensor(torch.ones(4, 4))
-    wrong = ElementMerge(matrices=[matrix], weights=[1.0], function=lambda b, w: torch.ones(2, 2), budget=1)
+    wrong = ElementMerge(matrices=[matrix], weights=[1.0], function=lambda b, w: torch.ones(2, 2))
     with pytest.raises(MergeError, match=r"shape \(2, 2\)"):
         wrong.dense()
-    endless = ElementMerge(matrices=[matrix], weights=[1.0], function=lambda b, w: b[0].values / 0.0, budget=1)
+    endless = ElementMerge(matrices=[matrix], weights=[1.0], function=lambda b, w: b[0].values / 0.0)
     with pytest.raises(MergeError, match="not finite"):
         endless.dense()
 
@@ -104,5 +130,5 @@ def element_merge(budget: int) -> ElementMerge:
         matrices=[Matrix.of_delta(delta, (0, str(index), "t")) for index, delta in enumerate(deltas)],
         weights=[0.6, 0.4],
         function=masked_sum,
-        budget=budget,
+        space=Workspace(budget).of(50, 40),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,40 +20,43 @@ _BIN_SHIFT = 17  # of a float32, leaves the exponent and six bits
 _BINS = 1024  # sixteen octaves below the largest; what is smaller shares the last bin
 
 
-def trimmed(block: Block, density: float) -> Tensor:
-    """The elements among the `density` largest of the whole matrix by magnitude, the others zero."""
-    if density >= 1.0:
-        return block.values
-    return _at_least(block.values, block.threshold(density))
+def stacked(prune: Callable[[Block, Tensor], object], blocks: Sequence[Block]) -> Tensor:
+    """(adapters, rows, n): what `prune(block, out)` writes for each block, in one tensor without a copy."""
+    stack = torch.empty(len(blocks), *blocks[0].values.shape)
+    for block, out in zip(blocks, stack, strict=True):
+        prune(block, out)
+    return stack
 
 
-def _at_least(values: Tensor, size: float) -> Tensor:
+def trimmed(blocks: Sequence[Block], density: float) -> Tensor:
+    """(adapters, rows, n): the elements among the `density` largest of each whole matrix, the others zero."""
+    return stacked(lambda block, out: _at_least(block.values, block.threshold(density), out), blocks)
+
+
+def _at_least(values: Tensor, size: float, out: Tensor | None = None) -> Tensor:
     """The elements of at least that magnitude, the others zero."""
     # hardshrink keeps what is larger than its bound: the next smaller number lets `size` itself pass, in one sweep.
-    return torch.nn.functional.hardshrink(values, float(np.nextafter(np.float32(size), np.float32(0.0))))
+    return torch.hardshrink(values, float(np.nextafter(np.float32(size), np.float32(0.0))), out=out)
 
 
-def dropped(block: Block, density: float) -> Tensor:
-    """Each element kept with probability `density` and divided by it, the others zero."""
-    if density >= 1.0:
-        return block.values
-    return block.kept(density).mul_(block.values).div_(density)
+def dropped(blocks: Sequence[Block], density: float) -> Tensor:
+    """(adapters, rows, n): each element kept with probability `density`, the others zero; none is rescaled yet."""
+    return stacked(lambda block, out: block.kept(density, out).mul_(block.values), blocks)
 
 
-def weighted_sum(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of `weight * value`."""
-    total = values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total.add_(value, alpha=weight)
-    return total
-
-
-def elected_mean(values: Sequence[Tensor], weights: Sequence[float], election: Election) -> Tensor:
+def elected_mean(stack: Tensor, weights: Sequence[float], election: Election) -> Tensor:
     """For each element the weighted mean of those values that have the elected sign.
 
     The sign is that of the weighted sum (`total`) or of the weighted votes (`frequency`); a tie is positive.
+
+    Args:
+        stack: (adapters, rows, n); overwritten.
+        weights: One for each adapter; a negative one turns its values round.
+        election: What elects the sign.
     """
-    stack = torch.stack([value if weight >= 0 else -value for value, weight in zip(values, weights, strict=True)])
+    for values, weight in zip(stack, weights, strict=True):
+        if weight < 0:
+            values.neg_()
     shares = [abs(weight) for weight in weights]
     margin = over_adapters(stack if election == "total" else stack.sign(), shares)
     return agreeing(stack, margin, shares, shares, torch.finfo(torch.float32).tiny)
@@ -99,7 +102,7 @@ def ties(
 
     The weights count in the election and in the mean: they are shares, `scale` is the paper's lambda.
     """
-    return elected_mean([trimmed(block, density) for block in deltas], weights, election).mul_(scale)
+    return elected_mean(trimmed(deltas, density), weights, election).mul_(scale)
 
 
 @strategy(
@@ -110,7 +113,7 @@ def ties(
 )
 def dare_linear(deltas: Sequence[Block], weights: Sequence[float], *, density: float = 0.5) -> Tensor:
     """Drop elements at random, rescale the kept ones by `1 / density`, sum with the weights as coefficients."""
-    return weighted_sum([dropped(block, density) for block in deltas], weights)
+    return over_adapters(dropped(deltas, density), [weight / density for weight in weights])
 
 
 @strategy(
@@ -128,7 +131,7 @@ def dare_ties(
     election: Election = "total",
 ) -> Tensor:
     """Drop elements at random and rescale, then elect signs and average as `ties` does."""
-    return elected_mean([dropped(block, density) for block in deltas], weights, election).mul_(scale)
+    return elected_mean(dropped(deltas, density), weights, election).mul_(scale / density)
 
 
 @strategy(
@@ -152,14 +155,12 @@ def della(
     to `density + spread / 2` (the paper's epsilon is `spread`), and is held within (0, 1]. Magnitudes of
     a row that agree to one part in 64 share the mean of their ranks.
     """
-    kept = [_sampled_by_magnitude(block, density, spread) for block in deltas]
-    return elected_mean(kept, weights, election).mul_(scale)
 
+    def sample(block: Block, out: Tensor) -> None:
+        probability = _by_rank(block.values, density - spread / 2, density + spread / 2).clamp_(1e-3, 1.0)
+        torch.lt(block.uniform(out), probability, out=out).mul_(block.values).div_(probability)
 
-def _sampled_by_magnitude(block: Block, density: float, spread: float) -> Tensor:
-    probability = _by_rank(block.values, density - spread / 2, density + spread / 2).clamp_(1e-3, 1.0)
-    drawn = block.uniform()
-    return torch.lt(drawn, probability, out=drawn).mul_(block.values).div_(probability)
+    return elected_mean(stacked(sample, deltas), weights, election).mul_(scale)
 
 
 def _by_rank(values: Tensor, low: float, high: float) -> Tensor:
@@ -168,10 +169,10 @@ def _by_rank(values: Tensor, low: float, high: float) -> Tensor:
     Ranks are counted in bins, which costs a tenth of sorting.
     """
     rows, columns = values.shape
-    bits = values.abs().view(torch.int32) >> _BIN_SHIFT  # the bits of magnitudes have their order
+    bits = values.abs().view(torch.int32).bitwise_right_shift_(_BIN_SHIFT)  # the bits of magnitudes have their order
     bins = bits.sub_(bits.amax(dim=1, keepdim=True) - (_BINS - 1)).clamp_(min=0)
+    counts = np.stack([np.bincount(row, minlength=_BINS) for row in bins.numpy()])
     places = bins.add_(torch.arange(rows, dtype=torch.int32)[:, None] * _BINS).reshape(-1)
-    counts = np.bincount(places.numpy(), minlength=rows * _BINS).reshape(rows, _BINS)
     rank = counts.cumsum(axis=1) - (counts + 1) / 2
     ladder = (low + (high - low) / max(1, columns - 1) * rank).astype(np.float32)
     return torch.from_numpy(ladder.reshape(-1)).index_select(0, places).reshape(rows, columns)
@@ -185,7 +186,7 @@ def _by_rank(values: Tensor, low: float, high: float) -> Tensor:
 )
 def magnitude_prune(deltas: Sequence[Block], weights: Sequence[float], *, density: float = 0.5) -> Tensor:
     """Keep the largest elements of each delta, sum with the weights as coefficients."""
-    return weighted_sum([trimmed(block, density) for block in deltas], weights)
+    return over_adapters(trimmed(deltas, density), weights)
 
 
 @strategy(
@@ -206,10 +207,10 @@ def breadcrumbs(
 
     `outliers` is the fraction dropped at the top (the paper's gamma), `density` the fraction that remains below them.
     """
-    kept = []
-    for block in deltas:
-        values = _at_least(block.values, block.threshold(min(1.0, density + outliers)))
+
+    def cut(block: Block, out: Tensor) -> None:
+        _at_least(block.values, block.threshold(min(1.0, density + outliers)), out)
         if outliers > 0.0:
-            values.sub_(_at_least(values, block.threshold(outliers)))
-        kept.append(values)
-    return weighted_sum(kept, weights).mul_(scale)
+            out.sub_(_at_least(out, block.threshold(outliers)))
+
+    return over_adapters(stacked(cut, deltas), [weight * scale for weight in weights])

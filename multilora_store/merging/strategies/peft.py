@@ -7,7 +7,7 @@ of a pruning all stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from multilora_store.merging.strategies.elements import (
     dropped,
     over_adapters,
     trimmed,
-    weighted_sum,
 )
 from multilora_store.merging.strategy import BETWEEN_0_AND_1, strategy
 
@@ -46,31 +45,29 @@ def _citation(name: str) -> str:
 _PRUNED = {"neutral": {"density": 1.0}, "limits": {"density": BETWEEN_0_AND_1}, "default_rank": "max", "experts": False}
 
 
-def _disjoint(values: Sequence[Tensor], weights: Sequence[float], election: Election) -> Tensor:
+def _disjoint(stack: Tensor, weights: Sequence[float], election: Election) -> Tensor:
     """PEFT's merge after the election: the sign of the unweighted sum, the weighted sum divided by the count."""
-    stack, ones = torch.stack(list(values)), [1.0] * len(values)
+    ones = [1.0] * len(weights)
     margin = over_adapters(stack if election == "total" else stack.sign(), ones)
     return agreeing(stack, margin, weights, ones, 1.0)
 
 
 def _ties(blocks: Sequence[Block], weights: Sequence[float], density: float, election: Election) -> Tensor:
-    return _disjoint([trimmed(block, density) for block in blocks], weights, election)
+    return _disjoint(trimmed(blocks, density), weights, election)
 
 
 def _dare_ties(blocks: Sequence[Block], weights: Sequence[float], density: float, election: Election) -> Tensor:
-    return _disjoint([dropped(block, density) for block in blocks], weights, election)
+    return _disjoint(dropped(blocks, density), weights, election).div_(density)
 
 
-def _sum_of(
-    prune: Callable[[Block, float], Tensor], blocks: Sequence[Block], weights: Sequence[float], density: float
-) -> Tensor:
-    return weighted_sum([prune(block, density) for block in blocks], weights)
+def _dare_linear(blocks: Sequence[Block], weights: Sequence[float], density: float) -> Tensor:
+    return over_adapters(dropped(blocks, density), [weight / density for weight in weights])
 
 
 @strategy(citation=_citation("linear"), space="factor", default_rank="max", experts=False)
 def peft_linear(deltas: Sequence[Block], weights: Sequence[float]) -> Tensor:
     """Sum the factors A and B apart, each with the root of the weight: not the sum of the deltas."""
-    return weighted_sum([block.values for block in deltas], weights)
+    return over_adapters(torch.stack([block.values for block in deltas]), weights)
 
 
 @strategy(citation=_citation("cat"), additive=True, fixed_rank=True, experts=False)
@@ -104,13 +101,13 @@ def peft_ties_svd(
 @strategy(space="factor", citation=_citation("dare_linear"), **_PRUNED)
 def peft_dare_linear(deltas: Sequence[Block], weights: Sequence[float], *, density: float) -> Tensor:
     """DARE on the factors A and B apart, summed."""
-    return _sum_of(dropped, deltas, weights, density)
+    return _dare_linear(deltas, weights, density)
 
 
 @strategy(space="elements", citation=_citation("dare_linear_svd"), **_PRUNED)
 def peft_dare_linear_svd(deltas: Sequence[Block], weights: Sequence[float], *, density: float) -> Tensor:
     """DARE on the dense deltas, summed, truncated to `rank`."""
-    return _sum_of(dropped, deltas, weights, density)
+    return _dare_linear(deltas, weights, density)
 
 
 @strategy(space="factor", citation=_citation("dare_ties"), **_PRUNED)
@@ -132,10 +129,10 @@ def peft_dare_ties_svd(
 @strategy(space="factor", citation=_citation("magnitude_prune"), **_PRUNED)
 def peft_magnitude_prune(deltas: Sequence[Block], weights: Sequence[float], *, density: float) -> Tensor:
     """Magnitude pruning of the factors A and B apart, summed."""
-    return _sum_of(trimmed, deltas, weights, density)
+    return over_adapters(trimmed(deltas, density), weights)
 
 
 @strategy(space="elements", citation=_citation("magnitude_prune_svd"), **_PRUNED)
 def peft_magnitude_prune_svd(deltas: Sequence[Block], weights: Sequence[float], *, density: float) -> Tensor:
     """Magnitude pruning of the dense deltas, summed, truncated to `rank`."""
-    return _sum_of(trimmed, deltas, weights, density)
+    return over_adapters(trimmed(deltas, density), weights)

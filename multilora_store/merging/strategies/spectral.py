@@ -176,5 +176,5 @@ def _merge_elements(
     merged = []
     for group in range(parts[0].shape[0]):
         blocks = [Block.of(part[group]) for part in parts]
-        merged.append(elected_mean([trimmed(block, density) for block in blocks], weights, election))
+        merged.append(elected_mean(trimmed(blocks, density), weights, election))
     return torch.stack(merged).to(parts[0].dtype)
