@@ -49,7 +49,7 @@ class Workspace(threading.local):
         self._memory = torch.empty(0)
 
     def of(self, *shape: int) -> Tensor | None:
-        """Float32 of that shape with any content, the same memory each time; None where the budget does not allow it."""
+        """Float32 of that shape with any content, the same memory each time; None where it is above the budget."""
         size = math.prod(shape)
         if 4 * size > self._budget:
             return None
@@ -94,16 +94,16 @@ class Matrix:
         """(n, k): columns that span its rows, where it is known by factors; else (n, 0)."""
         return self._left.new_zeros(self.shape[1], 0) if self._right is None else self._right.mT
 
-    def kth_magnitude(self, count: int) -> float:
-        """The `count`-th largest magnitude (1 is the largest), exact; infinite for none, 0 for more than there are."""
+    def kth_magnitudes(self, *counts: int) -> list[float]:
+        """The `count`-th largest magnitude for each count, exact, in one pass for all.
+
+        1 is the largest; the magnitude is infinite for less, and 0 for as many as there are or more.
+        """
         size = self.shape[0] * self.shape[1]
-        if count < 1:
-            return math.inf
-        if count >= size:
-            return 0.0
-        if count not in self._kth:
-            self._kth[count] = kth_largest(count, size, self._sample, self._magnitudes)
-        return self._kth[count]
+        new = [count for count in counts if 1 <= count < size and count not in self._kth]
+        if new:
+            self._kth.update(zip(new, kth_largest(new, size, self._sample, self._magnitudes), strict=True))
+        return [math.inf if count < 1 else self._kth.get(count, 0.0) for count in counts]
 
     def _rows(self, rows: slice) -> Tensor:
         return self._left[rows] if self._right is None else self._left[rows] @ self._right
@@ -143,8 +143,12 @@ class Block:
 
     def threshold(self, density: float) -> float:
         """The magnitude that `int(density * size)` elements of the whole matrix reach."""
+        return self.thresholds(density)[0]
+
+    def thresholds(self, *densities: float) -> list[float]:
+        """`threshold` of each density, in one pass over the matrix for all."""
         rows, columns = self.matrix.shape
-        return self.matrix.kth_magnitude(int(density * rows * columns))
+        return self.matrix.kth_magnitudes(*(int(density * rows * columns) for density in densities))
 
     def uniform(self, out: Tensor | None = None) -> Tensor:
         """Random numbers of (0, 1) for every element, the same each time; written to `out` where one is given."""

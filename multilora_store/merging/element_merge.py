@@ -122,8 +122,8 @@ class ElementMerge:
 
         The range finder of Halko, Martinsson, Tropp (arXiv 0909.4061, algorithms 4.4 and 5.1), which multiplies with
         the result and its transpose by turns. It starts on the rows of the adapters' own factors, where most of a merge
-        lies, with random columns beside them, and stops when a pass lowers the error by less than a hundredth, or when
-        the next one is expected to.
+        lies, with random columns beside them, and stops when a pass lowers the error by less than a hundredth, or the
+        next one is expected to by less than half of that.
         """
         product, error, squares = self._start(width, label), math.inf, torch.zeros(width, dtype=torch.float64)
         for step in range(_PASSES):
@@ -131,7 +131,7 @@ class ElementMerge:
             product = self.transposed_times(basis) if step % 2 else self.times(basis)
             last, (squares, turn) = squares, torch.linalg.eigh(product.double().mT @ product.double())
             before, error = error, math.sqrt(max(0.0, self.norm() ** 2 - float(squares[-rank:].sum())))
-            if error >= before * (1.0 - _GAIN) or (step and _next_gain(last, squares, rank) < 2.0 * _GAIN * error**2):
+            if error >= before * (1.0 - _GAIN) or (step and _next_gain(last, squares, rank) < _GAIN * error**2):
                 break
         projection = LowRank(product.double()[None], basis.double().mT[None])
         turn, root = turn[:, -rank:].flip(1), squares[-rank:].flip(0).clamp(min=0.0).pow(0.25)

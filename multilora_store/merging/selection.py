@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -14,27 +15,34 @@ __all__ = ["SAMPLE", "kth_largest"]
 Values = NDArray[np.float32]
 SAMPLE: Final = 2**16
 """Elements few enough to select from at once, and enough to tell where to look in a larger matrix."""
-_DEVIATIONS: Final = 5.0  # how far the sample's fraction may be from the whole's, in standard deviations
+_DEVIATIONS: Final = 3.5  # of the sample's fraction from the whole's: more are rarer than what they cost is large
 
 
-def kth_largest(count: int, size: int, sample: Callable[[], Values], blocks: Callable[[], Iterator[Values]]) -> float:
-    """The `count`-th largest of `size` magnitudes.
+def kth_largest(
+    counts: Sequence[int], size: int, sample: Callable[[], Values], blocks: Callable[[], Iterator[Values]]
+) -> list[float]:
+    """The `count`-th largest of `size` magnitudes, for each count.
 
-    A random sample tells an interval that holds it; one pass counts what lies above and gathers what lies inside.
-    Where the interval is missed, or ties fill it, two passes of a radix selection find it. The result is that of
+    A random sample tells intervals that hold them; one pass counts what lies above each and gathers what lies inside.
+    Where an interval is missed, or ties fill it, two passes of a radix selection find it. The result is that of
     sorting, whatever the sample was.
 
     Args:
-        count: At least 1, at most `size`.
+        counts: Each at least 1, at most `size`.
         size: How many magnitudes there are.
         sample: Gives some of them, drawn at random; asked for large sizes only.
         blocks: Gives all of them, in flat blocks of float32, none negative.
     """
     if size <= SAMPLE:
-        return _largest(np.concatenate(list(blocks())), count)
-    low, high = _interval(sample(), count / size)
-    found = _inside(count, low, high, size // 8, blocks)
-    return _by_radix(count, blocks) if found is None else found
+        values = np.concatenate(list(blocks()))
+        return [_largest(values, count) for count in counts]
+    drawn = sample()
+    searches = [_Search(count, *_interval(drawn, count / size), size // 8) for count in counts]
+    for values in blocks():
+        for search in searches:
+            search.look_at(values)
+    found = [(search.count, search.found()) for search in searches]
+    return [_by_radix(count, blocks) if magnitude is None else magnitude for count, magnitude in found]
 
 
 def _largest(values: Values, count: int) -> float:
@@ -50,19 +58,31 @@ def _interval(sample: Values, share: float) -> tuple[float, float]:
     return (0.0 if last > sample.size else _largest(sample, last)), high
 
 
-def _inside(count: int, low: float, high: float, most: int, blocks: Callable[[], Iterator[Values]]) -> float | None:
-    """The magnitude, if it lies within the interval and no more than `most` others do."""
-    reached, gathered, inside = 0, [], 0
-    for values in blocks():
-        chosen = values >= low
-        reached += int(np.count_nonzero(chosen))
-        chosen &= values <= high
-        gathered.append(values[np.flatnonzero(chosen)])  # by places: faster than by booleans where few are true
-        inside += gathered[-1].size
-        if inside > most:
-            return None
-    place = count - (reached - inside)
-    return _largest(np.concatenate(gathered), place) if 1 <= place <= inside else None
+@dataclass(slots=True)
+class _Search:
+    """A pass for one magnitude: found if it lies within the interval and no more than `most` others do."""
+
+    count: int
+    low: float
+    high: float
+    most: int
+    _reached: int = 0
+    _inside: int = 0
+    _gathered: list[Values] = field(default_factory=list)
+
+    def look_at(self, values: Values) -> None:
+        if self._inside > self.most:
+            return
+        chosen = values >= self.low
+        self._reached += int(np.count_nonzero(chosen))
+        chosen &= values <= self.high
+        self._gathered.append(values[np.flatnonzero(chosen)])  # by places: faster than by booleans where few are true
+        self._inside += self._gathered[-1].size
+
+    def found(self) -> float | None:
+        place = self.count - (self._reached - self._inside)
+        within = self._inside <= self.most and 1 <= place <= self._inside
+        return _largest(np.concatenate(self._gathered), place) if within else None
 
 
 def _by_radix(count: int, blocks: Callable[[], Iterator[Values]]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,7 +36,7 @@ def test_the_kth_magnitude_is_that_of_sorting(values: list[float], data: st.Data
     matrix = Matrix.of_tensor(torch.tensor([values]))
     count = data.draw(st.integers(1, len(values)))
     by_sorting = 0.0 if count == len(values) else sorted(map(abs, values), reverse=True)[count - 1]
-    assert matrix.kth_magnitude(count) == by_sorting
+    assert matrix.kth_magnitudes(count, 0) == [by_sorting, math.inf]
 
 
 def test_blocks_cover_a_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:

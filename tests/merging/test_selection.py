@@ -30,7 +30,8 @@ def selected(monkeypatch: pytest.MonkeyPatch, values: Values, count: int, sample
         passes += 1
         yield from np.array_split(values, 3)
 
-    return kth_largest(count, values.size, lambda: sample, blocks), passes
+    (found,) = kth_largest([count], values.size, lambda: sample, blocks)
+    return found, passes
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 0.9, 0.9999])
@@ -60,6 +61,15 @@ def test_it_is_exact_where_the_sample_misleads_and_where_many_tie(
     shuffled = np.random.default_rng(2).permutation(values).astype(np.float32)
     found, _ = selected(monkeypatch, shuffled, count, sample.astype(np.float32))
     assert found == by_sorting(shuffled, count)
+
+
+def test_several_are_found_in_one_pass_and_those_that_are_missed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "SAMPLE", 4)
+    values = np.random.default_rng(3).permutation(10_000).astype(np.float32)
+    sample = values[values < 9_000][::7]  # nothing of the largest tenth
+    counts = [1, 10, 2_500, 9_000, 2_500]
+    found = kth_largest(counts, values.size, lambda: sample, lambda: iter(np.array_split(values, 3)))
+    assert found == [by_sorting(values, count) for count in counts]
 
 
 @settings(max_examples=50, deadline=None)

@@ -171,10 +171,11 @@ def _by_rank(values: Tensor, low: float, high: float) -> Tensor:
     rows, columns = values.shape
     bits = values.abs().view(torch.int32).bitwise_right_shift_(_BIN_SHIFT)  # the bits of magnitudes have their order
     bins = bits.sub_(bits.amax(dim=1, keepdim=True) - (_BINS - 1)).clamp_(min=0)
-    counts = np.stack([np.bincount(row, minlength=_BINS) for row in bins.numpy()])
     places = bins.add_(torch.arange(rows, dtype=torch.int32)[:, None] * _BINS).reshape(-1)
-    rank = counts.cumsum(axis=1) - (counts + 1) / 2
-    ladder = (low + (high - low) / max(1, columns - 1) * rank).astype(np.float32)
+    counts = torch.bincount(places, minlength=rows * _BINS).reshape(rows, _BINS).numpy()
+    twice = 2 * counts.cumsum(axis=1) - counts  # the mean rank in a bin is half of it, less a half
+    step = (high - low) / max(1, columns - 1)
+    ladder = twice.astype(np.float32) * np.float32(step / 2) + np.float32(low - step / 2)
     return torch.from_numpy(ladder.reshape(-1)).index_select(0, places).reshape(rows, columns)
 
 
@@ -209,8 +210,7 @@ def breadcrumbs(
     """
 
     def cut(block: Block, out: Tensor) -> None:
-        _at_least(block.values, block.threshold(min(1.0, density + outliers)), out)
-        if outliers > 0.0:
-            out.sub_(_at_least(out, block.threshold(outliers)))
+        small, large = block.thresholds(min(1.0, density + outliers), outliers)
+        out.sub_(_at_least(_at_least(block.values, small, out), large))
 
     return over_adapters(stacked(cut, deltas), [weight * scale for weight in weights])
