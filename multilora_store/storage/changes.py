@@ -28,6 +28,7 @@ __all__ = [
     "check_directory",
     "check_snapshot_file",
     "check_snapshot_id",
+    "is_of_version",
     "read_change",
 ]
 
@@ -53,6 +54,11 @@ def check_directory(path: str) -> str:
             f"{path[:120]!r} is not the folder of a version", remedy="the record was not written by this library"
         )
     return path
+
+
+def is_of_version(key: str) -> bool:
+    """Whether a file with this key lies in the folder of a version: its root is a store, or will be one."""
+    return _DIRECTORY.fullmatch(key.rpartition("/")[0]) is not None
 
 
 def check_snapshot_id(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from multilora_store.adapter import Ref, check_name
 from multilora_store.errors import ExistsError, NameNotAllowedError, UsageError
 from multilora_store.storage.blobs import Blobs, open_blobs
+from multilora_store.storage.changes import is_of_version
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.peft_folder import (
     CHECKPOINT,
@@ -181,10 +182,15 @@ def plan_import(keys: Sequence[str], where: str, *, name: str | None = None, pre
     """Which adapters a folder holds, from the keys of its files alone, sorted by name.
 
     Raises:
-        UsageError: there is none, or `name` is given for several.
+        UsageError: there is none, `name` is given for several, or it is a store.
         DamagedError: weights lie there without their configuration.
         NameNotAllowedError: a folder's name cannot be an adapter's.
     """
+    if any(map(is_of_version, keys)):
+        raise UsageError(
+            f"{where} is a store, not a folder of adapters",
+            remedy=f"sync source={where} target=STORE, or import one version's folder",
+        )
     folders = _adapter_folders(keys, where)
     if not folders:
         refuse_empty(keys, where)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from multilora_store.errors import StoreNotFoundError, UsageError
 from multilora_store.storage.blobs import Blobs
+from multilora_store.storage.changes import is_of_version
 from multilora_store.storage.contents import CONFIG_FILE, MODEL_FILE
 from multilora_store.storage.peft_dirs import PeftFolder, plan_import, refuse_rank_mismatch
 from multilora_store.storage.peft_folder import Folder, read_adapter
@@ -20,15 +21,16 @@ __all__ = ["export_folder", "holds_adapters", "import_folder"]
 
 
 def holds_adapters(blobs: Blobs) -> bool:
-    """Whether plain adapters lie in a root that is no store."""
-    return any(info.key.rpartition("/")[2] == CONFIG_FILE for info in blobs.list())
+    """Whether plain adapters lie in a root that is no store, and not one whose first entry is yet to be written."""
+    keys = [info.key for info in blobs.list()]
+    return any(key.rpartition("/")[2] == CONFIG_FILE for key in keys) and not any(map(is_of_version, keys))
 
 
 def import_folder(source: Blobs, target: Store, selection: Selection, *, dry_run: bool) -> SyncReport:
     """Puts every selected adapter of the folder whose content is not the target's latest, in one entry.
 
     Raises:
-        StoreNotFoundError: the folder is no store and holds no adapters.
+        StoreNotFoundError: the folder is no store and holds no adapters, or is a store that has no entry yet.
     """
     _refuse_partial(selection)
     folder = Folder(source.url, source)
@@ -89,6 +91,13 @@ def _keys(source: Blobs) -> list[str]:
             f"{source.url} is neither a store nor a folder of adapters",
             why=f"there is no multilora-store.json and no {CONFIG_FILE}",
             remedy="check the URL for a typo",
+            url=source.url,
+        )
+    if any(map(is_of_version, keys)):
+        raise StoreNotFoundError(
+            f"{source.url} is a store without an entry",
+            why="its first adapters are on their way, or whoever put them was stopped",
+            remedy="sync again when the put is done",
             url=source.url,
         )
     return keys

@@ -26,7 +26,7 @@ from multilora_store.errors import (
     StoreNotFoundError,
     UsageError,
 )
-from multilora_store.storage import SnapshotDraft, SnapshotMember, State, Store, open_store, sync
+from multilora_store.storage import SnapshotDraft, SnapshotMember, State, Store, import_peft, open_store, sync
 from multilora_store.storage.memory import MemoryBlobs
 from multilora_store.storage.progress import Progress
 
@@ -389,6 +389,23 @@ def test_a_source_that_is_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFoundError):
         sync(tmp_path / "typo", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_a_store_in_the_making_is_no_folder_of_adapters(tmp_path: Path) -> None:
+    """Whoever looked for the marker just before it came, and sees files of versions, does not take them for plain."""
+    first, other = open_store(tmp_path / "first"), open_store(tmp_path / "other")
+    first.put("a", tensors(1), CONFIG)
+    other.put("b", tensors(2), CONFIG)
+    shutil.copytree(tmp_path / "first/adapters", tmp_path / "making/adapters")
+    making = open_store(tmp_path / "making")
+    with pytest.raises(StoreNotFoundError, match="without an entry"):
+        sync(making, other)
+    with pytest.raises(UsageError, match="is a store"):
+        import_peft(other, tmp_path / "making")
+    assert other.names() == ["b"]
+    sync(other, making)
+    assert making.names() == ["b"]
+    assert not (tmp_path / "making/b").exists(), "it is no target for plain folders either"
 
 
 def test_a_plain_folder_goes_in_and_comes_out_with_its_bytes(tmp_path: Path) -> None:
