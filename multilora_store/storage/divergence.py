@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from multilora_store.storage.state import State, Version
 
-__all__ = ["Diverged", "Side", "decide_latest"]
+__all__ = ["Common", "Diverged", "Side", "decide_latest"]
 
 Side: TypeAlias = Literal["source", "target"]
 Diverged: TypeAlias = Literal["source", "target", "refuse"]
@@ -35,21 +35,36 @@ class _Move:
         return self.by_source and self.by_target and self.ours.id != self.theirs.id
 
 
-def decide_latest(
-    source: State, target: State, known: Sequence[State], *, seen: int, there: int, rule: Diverged
-) -> tuple[dict[str, Side], list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What two stores knew of each other before a sync.
+
+    Attributes:
+        taken: The entry of the source up to which the target has taken it over; 0: never.
+        seen: The entry of the source up to which the target has taken it over, or has given it what it is.
+        there: The entry of the target at which that was so.
+        known: States of either that the other has seen; what was latest in one of them has not moved since.
+        given: The target as the source last took it over; None: it never did.
+    """
+
+    taken: int
+    seen: int
+    there: int
+    known: Sequence[State]
+    given: State | None
+
+
+def decide_latest(source: State, target: State, common: Common, rule: Diverged) -> tuple[dict[str, Side], list[str]]:
     """Whose latest version each adapter gets that both stores have, and the adapters that both moved.
 
     Args:
         source, target: Both now.
-        known: States of either that the other has seen; what was latest in one of them has not moved since.
-        seen: The entry of the source up to which the target knows it.
-        there: The entry of the target at which that was so.
+        common: What they knew of each other before.
         rule: Who decides for a set that both moved.
     """
-    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, known, seen, there))}
+    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, common))}
     winners: dict[str, Side] = {}
-    for names in _sets(moves.values(), seen, there):
+    for names in _sets(moves.values(), common):
         diverged = any(moves[name].both for name in names)
         for name in names:
             if diverged:
@@ -59,27 +74,30 @@ def decide_latest(
     return winners, [name for name, move in moves.items() if move.both]
 
 
-def _move(name: str, source: State, target: State, known: Sequence[State], seen: int, there: int) -> _Move | None:
+def _move(name: str, source: State, target: State, common: Common) -> _Move | None:
     ours, theirs = _latest(source, name), _latest(target, name)
     if ours is None or theirs is None:
         return None
-    seen_ids = {latest.id for state in known if (latest := _latest(state, name)) is not None}
-    by_source = ours.id not in seen_ids or ours.seq > seen
-    return _Move(name=name, ours=ours, theirs=theirs, by_source=by_source, by_target=theirs.seq > there)
+    seen_ids = {latest.id for state in common.known if (latest := _latest(state, name)) is not None}
+    given = None if common.given is None else _latest(common.given, name)
+    # What the source put since and left the latest when it took over the target, the target has not seen either.
+    kept = common.given is not None and ours.seq > common.taken and (given is None or given.id != ours.id)
+    by_source = ours.id not in seen_ids or ours.seq > common.seen or kept
+    return _Move(name=name, ours=ours, theirs=theirs, by_source=by_source, by_target=theirs.seq > common.there)
 
 
 def _latest(state: State, name: str) -> Version | None:
     return state.adapters[name].latest if name in state.adapters else None
 
 
-def _sets(moves: Iterable[_Move], seen: int, there: int) -> list[list[str]]:
+def _sets(moves: Iterable[_Move], common: Common) -> list[list[str]]:
     """The adapters, grouped: two are in one group if one commit since the common point put both."""
     moves = list(moves)
     commits: dict[tuple[Side, int], list[str]] = defaultdict(list)
     for move in moves:
-        if move.ours.seq > seen:
+        if move.by_source and move.ours.seq > common.taken:
             commits["source", move.ours.seq].append(move.name)
-        if move.theirs.seq > there:
+        if move.by_target:
             commits["target", move.theirs.seq].append(move.name)
     group = {move.name: move.name for move in moves}
 

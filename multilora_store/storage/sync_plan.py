@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from multilora_store.adapter import check_new_name
 from multilora_store.errors import ConflictError, UsageError
 from multilora_store.storage.changes import Change, Delete, DropSnapshot, Origin, Tag, Untag
-from multilora_store.storage.divergence import Diverged, decide_latest
+from multilora_store.storage.divergence import Common, Diverged, decide_latest
 from multilora_store.storage.selection import Selection
 from multilora_store.storage.state import Snapshot, State, Version
 
@@ -153,7 +153,11 @@ class _Planner:
         self.seen = max(since.seq if since else 0, self.back.at if self.back else 0)
         self.there = max(since.at if since else 0, self.back.seq if self.back else 0)
         self.delete, self.rule = delete, diverged
-        self.winners, moved = decide_latest(self.source, target, known, seen=self.seen, there=self.there, rule=diverged)
+        common = Common(
+            taken=since.seq if since else 0, seen=self.seen, there=self.there, known=known,
+            given=known[-1] if self.back and known else None,
+        )  # fmt: skip
+        self.winners, moved = decide_latest(self.source, target, common, diverged)
         self.diverged = [] if selection.partial else [f"latest of {name}" for name in moved]
         self.kept: list[str] = []
 

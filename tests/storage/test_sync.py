@@ -392,6 +392,30 @@ def test_a_source_that_is_nothing_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
+def test_a_set_saved_over_half_of_the_last_one_stays_whole(tmp_path: Path) -> None:
+    """The half that did not change is a part of the new set, though the other store has seen its content before."""
+
+    def save(store: Store, one: int, two: int) -> None:
+        store.commit([store.stage("m1", tensors(one), CONFIG), store.stage("m2", tensors(two), CONFIG)])
+
+    def latest(store: Store) -> list[str]:
+        return [store.resolve(name).id for name in ("m1", "m2")]
+
+    left, right = open_store(tmp_path / "left"), open_store(tmp_path / "right")
+    save(left, 1, 2)
+    save(right, 3, 4)
+    sync(right, left, diverged="target")
+    save(right, 5, 4)
+    saved = latest(right)
+    sync(left, right, diverged="target")
+    assert latest(right) == saved
+    left.put("b", tensors(9), CONFIG)
+    sync(right, left, diverged="target")
+    assert latest(left) == saved
+    assert sync(left, right).plan.puts[0].name == "b"
+    assert latest(right) == saved
+
+
 def test_a_store_in_the_making_is_no_folder_of_adapters(tmp_path: Path) -> None:
     """Whoever looked for the marker just before it came, and sees files of versions, does not take them for plain."""
     first, other = open_store(tmp_path / "first"), open_store(tmp_path / "other")
