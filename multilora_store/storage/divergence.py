@@ -1,13 +1,13 @@
 """Divergence: who decides the latest version of each adapter when two stores were both written to.
 
-Decided for whole sets, never adapter by adapter: adapters that one commit put belong together, and if one of
-them was moved on both sides, all of them follow the same side. Else a sync could mix two saved sets.
+Decided for whole sets, never adapter by adapter: adapters that one commit put, or one snapshot names, belong together,
+and if one of them was moved on both sides, all of them follow the same side. Else a sync could mix two saved sets.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -18,17 +18,24 @@ __all__ = ["Common", "Diverged", "Side", "decide_latest"]
 Side: TypeAlias = Literal["source", "target"]
 Diverged: TypeAlias = Literal["source", "target", "refuse"]
 """Who decides `latest` and tags that both sides moved: one of them, or nobody."""
+_Set: TypeAlias = tuple[Side, int | str]
+"""Adapters of one side that belong together: what a commit put, by its entry, or what a snapshot names, by its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Move:
-    """The latest versions of one adapter on both sides, and whether each side moved since the common point."""
+    """The latest versions of one adapter on both sides, and whether each side moved since the common point.
+
+    Attributes:
+        sets: Those since then that the latest versions are parts of.
+    """
 
     name: str
     ours: Version
     theirs: Version
     by_source: bool
     by_target: bool
+    sets: Sequence[_Set]
 
     @property
     def both(self) -> bool:
@@ -62,9 +69,14 @@ def decide_latest(source: State, target: State, common: Common, rule: Diverged) 
         common: What they knew of each other before.
         rule: Who decides for a set that both moved.
     """
-    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, common))}
+    sets: dict[str, list[_Set]] = defaultdict(list)
+    for name, snapshot in _saved(source, common.taken, common.given):
+        sets[name].append(("source", snapshot))
+    for name, snapshot in _saved(target, common.there, None):
+        sets[name].append(("target", snapshot))
+    moves = {m.name: m for name in sorted(source.adapters) if (m := _move(name, source, target, common, sets[name]))}
     winners: dict[str, Side] = {}
-    for names in _sets(moves.values(), common):
+    for names in _groups(list(moves.values())):
         diverged = any(moves[name].both for name in names)
         for name in names:
             if diverged:
@@ -74,31 +86,44 @@ def decide_latest(source: State, target: State, common: Common, rule: Diverged) 
     return winners, [name for name, move in moves.items() if move.both]
 
 
-def _move(name: str, source: State, target: State, common: Common) -> _Move | None:
+def _move(name: str, source: State, target: State, common: Common, saved: Sequence[_Set]) -> _Move | None:
     ours, theirs = _latest(source, name), _latest(target, name)
     if ours is None or theirs is None:
         return None
     seen_ids = {latest.id for state in common.known if (latest := _latest(state, name)) is not None}
-    given = None if common.given is None else _latest(common.given, name)
-    # What the source put since and left the latest when it took over the target, the target has not seen either.
-    kept = common.given is not None and ours.seq > common.taken and (given is None or given.id != ours.id)
-    by_source = ours.id not in seen_ids or ours.seq > common.seen or kept
-    return _Move(name=name, ours=ours, theirs=theirs, by_source=by_source, by_target=theirs.seq > common.there)
+    sets = list(saved)
+    if ours.seq > common.seen:
+        sets.append(("source", ours.seq))
+    if theirs.seq > common.there:
+        sets.append(("target", theirs.seq))
+    sides = {side for side, _ in sets}
+    by_source = ours.id not in seen_ids or "source" in sides
+    return _Move(name=name, ours=ours, theirs=theirs, by_source=by_source, by_target="target" in sides, sets=sets)
+
+
+def _saved(state: State, after: int, given: State | None) -> Iterator[tuple[str, str]]:
+    """Adapters whose latest version a snapshot since entry `after` names, but one that the other store gave; and which.
+
+    A save puts nothing where an adapter is as it was, so that half of its set may be known by its snapshot alone.
+    """
+    for snapshot in state.snapshots.values():
+        if snapshot.seq > after and (given is None or snapshot.id not in given.snapshots):
+            for name, member in snapshot.adapters.items():
+                latest = _latest(state, name)
+                if latest is not None and latest.id == member.version:
+                    yield name, snapshot.id
 
 
 def _latest(state: State, name: str) -> Version | None:
     return state.adapters[name].latest if name in state.adapters else None
 
 
-def _sets(moves: Iterable[_Move], common: Common) -> list[list[str]]:
-    """The adapters, grouped: two are in one group if one commit since the common point put both."""
-    moves = list(moves)
-    commits: dict[tuple[Side, int], list[str]] = defaultdict(list)
+def _groups(moves: Sequence[_Move]) -> list[list[str]]:
+    """The adapters, grouped: two are in one group if they are in one set of either side."""
+    sets: dict[_Set, list[str]] = defaultdict(list)
     for move in moves:
-        if move.by_source and move.ours.seq > common.taken:
-            commits["source", move.ours.seq].append(move.name)
-        if move.by_target:
-            commits["target", move.theirs.seq].append(move.name)
+        for key in move.sets:
+            sets[key].append(move.name)
     group = {move.name: move.name for move in moves}
 
     def root(name: str) -> str:
@@ -107,7 +132,7 @@ def _sets(moves: Iterable[_Move], common: Common) -> list[list[str]]:
             name = group[name]
         return name
 
-    for names in commits.values():
+    for names in sets.values():
         for name in names[1:]:
             group[root(name)] = root(names[0])
     found: dict[str, list[str]] = defaultdict(list)

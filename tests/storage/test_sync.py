@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from counting import counted
@@ -392,11 +393,17 @@ def test_a_source_that_is_nothing_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_a_set_saved_over_half_of_the_last_one_stays_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["source", "target"])
+@pytest.mark.parametrize("between", [False, True])
+def test_a_set_saved_over_half_of_the_last_one_stays_whole(
+    between: bool, rule: Literal["source", "target"], tmp_path: Path
+) -> None:
     """The half that did not change is a part of the new set, though the other store has seen its content before."""
 
     def save(store: Store, one: int, two: int) -> None:
-        store.commit([store.stage("m1", tensors(one), CONFIG), store.stage("m2", tensors(two), CONFIG)])
+        members = {"m1": SnapshotMember(), "m2": SnapshotMember()}
+        staged = [store.stage("m1", tensors(one), CONFIG), store.stage("m2", tensors(two), CONFIG)]
+        store.commit(staged, snapshot=SnapshotDraft(id=store.new_snapshot_id(), adapters=members))
 
     def latest(store: Store) -> list[str]:
         return [store.resolve(name).id for name in ("m1", "m2")]
@@ -407,13 +414,19 @@ def test_a_set_saved_over_half_of_the_last_one_stays_whole(tmp_path: Path) -> No
     sync(right, left, diverged="target")
     save(right, 5, 4)
     saved = latest(right)
-    sync(left, right, diverged="target")
-    assert latest(right) == saved
+    if between:
+        sync(left, right, diverged="target")
+        assert latest(right) == saved
     left.put("b", tensors(9), CONFIG)
     sync(right, left, diverged="target")
     assert latest(left) == saved
-    assert sync(left, right).plan.puts[0].name == "b"
+    sync(left, right)
     assert latest(right) == saved
+    save(left, 6, 4)
+    save(right, 5, 7)
+    mine, theirs = latest(left), latest(right)
+    sync(left, right, diverged=rule)
+    assert latest(right) == (mine if rule == "source" else theirs)
 
 
 def test_a_store_in_the_making_is_no_folder_of_adapters(tmp_path: Path) -> None:
