@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from multilora_store.adapter import Ref, content_digest, is_pattern, source_kind
-from multilora_store.errors import ManifestError, NotInStoreError, UsageError, choices
+from multilora_store.errors import ManifestError, NotInStoreError, UntrustedError, UsageError, choices
 from multilora_store.manifest import AdapterSpec, Lock, LockEntry, Manifest
 from multilora_store.plugins import Registry, default_registry
 
 if TYPE_CHECKING:
-    from multilora_store.storage import PeftFolder, Store
+    from multilora_store.storage import PeftFolder, Store, StoredAdapter
 
 __all__ = ["Stores", "expand_patterns", "lock_snapshot", "read_source", "resolve_manifest"]
 
@@ -46,6 +46,34 @@ class Stores:
             trusted = None if self.default is None else self.default.files.trusted
             self.opened[url] = open_store(url, trusted_keys=trusted)
         return self.opened[url]
+
+    def stored(self, spec: AdapterSpec, version: str, url: str | None) -> StoredAdapter:
+        """What an entry is locked to: a version of the store at `url`, None for the default one.
+
+        Raises:
+            UsageError: there is no such store.
+        """
+        store = self.default
+        if url is not None and (store is None or store.url != url):
+            store = self.at(url)
+        if store is None:
+            raise UsageError(f"adapter {spec.name!r} is locked to version {version} of a store that is not given")
+        return store.get(f"{spec.source.partition('@')[0]}@{version}")
+
+    def unstored(self, spec: AdapterSpec, registry: Registry | None = None) -> PeftFolder:
+        """What an entry's path or URL holds; see `read_source`.
+
+        Raises:
+            UntrustedError: only what a trusted key signed may be read.
+        """
+        if self.default is not None and self.default.files.trusted is not None:
+            raise UntrustedError(
+                f"adapter {spec.name!r}: {spec.source} lies in no store, and nobody signed it",
+                why=f"{self.default.url} was opened with trusted keys, which hold for the whole set",
+                remedy="import it into the store with a signing_key, and name it there",
+                name=spec.name,
+            )
+        return read_source(spec.source, registry)
 
 
 def expand_patterns(adapters: Mapping[str, Any], stores: Stores) -> dict[str, Any]:
@@ -154,7 +182,7 @@ def _lock(
     spec: AdapterSpec, stores: Stores, manifest: Manifest, known: tuple[str, ...], registry: Registry | None
 ) -> LockEntry:
     if source_kind(spec.source) != "ref":
-        folder = read_source(spec.source, registry)
+        folder = stores.unstored(spec, registry)
         return LockEntry(spec=spec, digest=folder_digest(folder))
     store = stores.of(spec)
     if store is None:

@@ -22,7 +22,7 @@ from multilora_store.assembly.configs import lora_config
 from multilora_store.assembly.coverage import compare, renamed
 from multilora_store.assembly.fingerprint import BaseIdentity, base_mismatch, identify
 from multilora_store.assembly.fresh import fill_fresh
-from multilora_store.assembly.resolve import Stores, folder_digest, read_source, resolve_manifest
+from multilora_store.assembly.resolve import Stores, folder_digest, resolve_manifest
 from multilora_store.assembly.work import Adapter, Assembly
 from multilora_store.errors import CoverageError, DamagedError, UsageError
 from multilora_store.manifest import Lock, LockEntry
@@ -57,7 +57,7 @@ def _read(entry: LockEntry, stores: Stores, registry: Registry, *, given: bool) 
     if entry.fresh:
         return Adapter(spec=spec, config=spec.adapter_config())
     if entry.version is None:
-        folder = read_source(spec.source, registry)
+        folder = stores.unstored(spec, registry)
         if given and folder_digest(folder) != entry.digest:
             raise DamagedError(
                 f"adapter {spec.name!r}: {spec.source} has another content than was locked",
@@ -68,15 +68,10 @@ def _read(entry: LockEntry, stores: Stores, registry: Registry, *, given: bool) 
         tensors = _canonical(folder.tensors)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         return Adapter(spec=spec, config=folder.config, tensors=tensors, shapes=shapes)
-    store = stores.default
-    if entry.store is not None and (store is None or store.url != entry.store):
-        store = stores.at(entry.store)
-    if store is None:
-        raise UsageError(f"adapter {spec.name!r} is locked to version {entry.version} of a store that is not given")
-    stored = store.get(f"{spec.source.partition('@')[0]}@{entry.version}")
+    stored = stores.stored(spec, entry.version, entry.store)
     if entry.digest is not None and stored.version.digest != entry.digest:
         raise DamagedError(
-            f"adapter {spec.name!r}: version {entry.version} of {store.url} has another content than was locked",
+            f"adapter {spec.name!r}: version {entry.version} has another content than was locked",
             why=f"locked {entry.digest[:16]}…, found {stored.version.digest[:16]}…",
             remedy="lock the set again",
         )

@@ -158,15 +158,11 @@ def sources_of(lock: Lock, store: Store | None) -> tuple[list[MergeSource], list
 
 
 def _locked_source(entry: LockEntry, stores: Any) -> MergeSource:
-    from multilora_store.assembly.resolve import read_source
     from multilora_store.merging import MergeSource
 
     if entry.fresh:
         raise UsageError(f"adapter {entry.name!r} would be created fresh: there is nothing of it to merge")
     if entry.version is None:
-        folder = read_source(entry.spec.source)
+        folder = stores.unstored(entry.spec)
         return MergeSource.in_memory(entry.name, folder.config, folder.tensors)
-    home = stores.default
-    if entry.store is not None and (home is None or home.url != entry.store):
-        home = stores.at(entry.store)
-    return MergeSource.stored(entry.name, home.get(f"{entry.spec.source.partition('@')[0]}@{entry.version}"))
+    return MergeSource.stored(entry.name, stores.stored(entry.spec, entry.version, entry.store))

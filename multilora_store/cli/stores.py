@@ -42,11 +42,19 @@ def store_if_any(options: Common, terminal: Terminal, *, create_demo: bool = Fal
         if not create_demo and not folder.exists():
             return None
         terminal.note(NOTE.format(folder=folder))
-        return open_store(folder)
-    if not options.store.url:
+        url = str(folder)
+    elif options.store.url:
+        url = local_path(options.store.url)
+    elif options.store.trusted_keys is not None:
+        raise UsageError(
+            "store.trusted_keys is given, and no store",
+            why="what is read without one is signed by nobody",
+            remedy="name the store, whose keys hold for the others that the set names: store.url=...",
+        )
+    else:
         return None
     return open_store(
-        local_path(options.store.url),
+        url,
         signing_key=options.store.signing_key,
         trusted_keys=options.store.trusted_keys,
         **options.store.options,

@@ -76,6 +76,23 @@ def test_trust_holds_for_every_store_that_a_set_names(run: Run, signed: str, sto
     result = run(f"{line} +adapters.other.store=file://{store}")
     assert (result.code, "nobody signed" in result.err) == (1, True), result.err
     assert run(f"export b ./plain store={store}").code == 0
+    locked = f"assemble '+adapters=[a]' +adapters.b.source=./plain base=demo store={store} lock=set.json"
+    assert run(locked).code == 0
+    for words in (
+        f"assemble '+adapters=[a]' +adapters.plain.source=./plain base=demo {signed}",
+        f"plan '+adapters=[a]' +adapters.plain.source=./plain base=demo world_size=2 {signed}",
+        f"doctor '+adapters=[a]' +adapters.plain.source=./plain base=demo {signed}",
+        f"assemble lock_from=set.json base=demo {signed}",
+    ):
+        result = run(words)
+        code = 3 if words.startswith("doctor") else 1
+        assert (result.code, "nobody signed it" in result.err + result.out) == (code, True), (words, result.err)
+    for command in ("assemble", "plan world_size=2", "doctor"):
+        keys = "base=demo store.trusted_keys=[key.pub]"
+        result = run(f"{command} +adapters.other.source=b +adapters.other.store={store} {keys}")
+        assert (result.code, "and no store" in result.err) == (2, True), (command, result.err)
+    result = run(f"assemble '+adapters=[a,b]' base=demo store=demo {keys}")
+    assert (result.code, "nobody signed it" in result.err) == (1, True), result.err
     result = run("sync source=./plain target=./copy store.trusted_keys=[key.pub]")
     assert (result.code, "plain adapters" in result.err) == (1, True), result.err
 

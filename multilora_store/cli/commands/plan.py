@@ -72,14 +72,9 @@ def _described(
 ) -> tuple[AdapterConfig, str | None]:
     """An adapter's configuration, and the one dtype that all its tensors share."""
     if version is None:
-        from multilora_store.assembly.resolve import read_source
-
-        folder = read_source(spec.source)
+        folder = stores.unstored(spec)
         return folder.config, _shared(str(tensor.dtype).removeprefix("torch.") for tensor in folder.tensors.values())
-    home = stores.default
-    if url is not None and (home is None or home.url != url):
-        home = stores.at(url)
-    stored = home.get(f"{spec.source.partition('@')[0]}@{version}")
+    stored = stores.stored(spec, version, url)
     return stored.config, _shared(_DTYPES.get(info.dtype, "") for info in stored.infos.values())
 
 
