@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ MAX_BYTES: Final = 4 * 2**20
 _IDENTITY_FREE: Final = frozenset({"peft_version", "inference_mode"})
 _SET_LIKE: Final = frozenset({"target_modules", "exclude_modules", "modules_to_save", "layers_to_transform"})
 _TOOLS: Final = {"fine_tune_type": "mlx-lm", "lora_parameters": "mlx-lm", "base_model": "LeRobot"}
+_OWNER: Final = re.compile(r"(?:base_model\.model\.)?(.+?)\.lora_(?:embedding_)?[AB](?:\.\w+)?")
 _TARGETS: Final = ("target_modules", "target_parameters", "modules_to_save", "trainable_token_indices")
 
 
@@ -120,6 +121,33 @@ class AdapterConfig:
         content = {**self.canonical(), **{key: self.raw[key] for key in _IDENTITY_FREE if key in self.raw}}
         return (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
+    def settled(self, names: Callable[[], Iterable[str]]) -> AdapterConfig:
+        """The same configuration without patterns whose order decides, which identity, by sorted keys, does not know.
+
+        PEFT takes the first pattern that matches a module. Where several match one and disagree, every module that any
+        of them matches gets a pattern of its own.
+
+        Args:
+            names: Gives the canonical names of the adapter's tensors, where they are needed.
+
+        Raises:
+            ConfigError: it is so for an adapter of `target_parameters`, whose patterns name parameters.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        for name in ("rank_pattern", "alpha_pattern"):
+            patterns: Mapping[str, Any] = self.raw.get(name) or {}
+            if len(patterns) > 1:
+                paths = {found[1] for found in map(_OWNER.fullmatch, names()) if found}
+                values = {path: [patterns[key] for key in patterns if _matches(key, path)] for path in sorted(paths)}
+                if any(len(set(found)) > 1 for found in values.values()):
+                    changed[name] = {_exactly(path, paths): found[0] for path, found in values.items() if found}
+        if changed and self.raw.get("target_parameters"):
+            raise ConfigError(
+                f"{self.where}: several patterns of {', '.join(changed)} match one module and disagree",
+                remedy="write patterns of which only one matches each parameter",
+            )
+        return self.replace(**changed) if changed else self
+
     def replace(self, **fields: Any) -> AdapterConfig:
         """The same configuration with `fields` changed, checked anew."""
         return AdapterConfig.parse({**self.raw, **fields}, where=self.where)
@@ -127,10 +155,17 @@ class AdapterConfig:
 
 def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: float) -> float:
     # The rule of peft.utils.get_pattern_key: the first pattern that matches a suffix of the path wins.
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return float(value)
-    return default
+    return next((float(value) for pattern, value in (patterns or {}).items() if _matches(pattern, path)), default)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _exactly(path: str, paths: Collection[str]) -> str:
+    """The pattern that matches this one of the paths."""
+    ending = any(other.endswith(f".{path}") for other in paths)
+    return f"{'^' if ending else ''}{re.escape(path)}"
 
 
 def _plain(value: Any, where: str) -> Any:

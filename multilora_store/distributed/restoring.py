@@ -170,8 +170,11 @@ def check_coverage(where: str, found: Mapping[str, tuple[int, ...]], adapter: Ad
 def _open(store: Store, version: Version, adapter: AdapterLayout) -> StoredAdapter:
     stored = store.get(version)
     check_coverage(str(version), {info.name: info.shape for info in stored.infos.values()}, adapter)
-    if stored.config.canonical() != adapter.config.canonical():
-        ours, theirs = adapter.config.canonical(), stored.config.canonical()
+    ours, theirs = (
+        adapter.config.settled(lambda: [info.name for info in stored.infos.values()]).canonical(),
+        stored.config.canonical(),
+    )
+    if ours != theirs:
         raise CoverageError(
             f"{version} was saved with another configuration than adapter {adapter.name} of this model",
             why=_config_difference(ours, theirs),

@@ -86,6 +86,7 @@ def build_contents(source: Source, name: str, *, allow_nonfinite: bool = False) 
         UsageError: no tensors, an empty, sharded or non-finite one.
         DamagedError: original files that are not what they should be.
     """
+    source = _settled(source, name)
     if source.files is None:
         tensors: Mapping[str, torch.Tensor] = source.tensors
         contents = encoded_contents(source.config, encode(tensors))
@@ -108,6 +109,17 @@ def build_contents(source: Source, name: str, *, allow_nonfinite: bool = False) 
             tensors=bad,
         )
     return contents
+
+
+def _settled(source: Source, name: str) -> Source:
+    """The source with a configuration whose order of patterns says nothing; files in which it does are not kept."""
+
+    def tensors() -> Mapping[str, torch.Tensor]:
+        files = source.files or {}
+        return source.tensors or lazy_from_bytes(bytes(files[MODEL_FILE]), f"{MODEL_FILE} of {name}")
+
+    config = source.config.settled(tensors)
+    return source if config is source.config else Source(tensors=tensors(), config=config, files=None)
 
 
 def fresh_directory(name: str, identity: str) -> str:

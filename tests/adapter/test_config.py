@@ -132,3 +132,33 @@ def test_a_field_of_another_type_is_named(fields: dict[str, Any]) -> None:
     raw = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], **fields}
     with pytest.raises(ConfigError, match=next(iter(fields))):
         AdapterConfig.parse(json.dumps(raw))
+
+
+PATHS = ["q_proj", "layers.0.q_proj", "model.layers.0.q_proj", "model.layers.1.q_proj", "model.layers.1.k_proj"]
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_of_which_the_first_counts_are_settled_without_their_order(field: str) -> None:
+    """PEFT takes the first that matches; what identity knows sorted must not depend on which that is."""
+    from peft.utils.other import get_pattern_key
+
+    names = [f"base_model.model.{path}.lora_{side}.weight" for path in PATHS for side in "AB"]
+    for patterns in (
+        {"q_proj": 8, "layers.0.q_proj": 16},
+        {"layers.0.q_proj": 16, "q_proj": 8},
+        {"^q_proj": 4, "q_proj": 2},
+    ):
+        given = AdapterConfig.parse({**LORA, field: patterns})
+        settled = given.settled(lambda: names)
+        read = AdapterConfig.parse(settled.to_json())
+        for path in PATHS:
+            found = get_pattern_key(list(read.raw[field]), path)
+            wanted = patterns.get(get_pattern_key(list(patterns), path))
+            assert (read.raw[field].get(found), settled.scaling_for(path)) == (wanted, given.scaling_for(path))
+        assert settled.settled(lambda: names) is settled
+    for patterns in ({}, {"q_proj": 8}, {"q_proj": 8, "k_proj": 4}, {"q_proj": 8, "layers.0.q_proj": 8}):
+        given = AdapterConfig.parse({**LORA, field: patterns})
+        assert given.settled(lambda: names) is given
+    fused = {**LORA, "target_parameters": ["experts.up"], field: {"q_proj": 8, "layers.0.q_proj": 16}}
+    with pytest.raises(ConfigError, match="disagree"):
+        AdapterConfig.parse(fused).settled(lambda: names)

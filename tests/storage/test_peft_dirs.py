@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from samples import CONFIG, same, tensors
 
+from multilora_store.adapter import AdapterConfig
 from multilora_store.errors import ConfigError, DamagedError, ExistsError, NameNotAllowedError, UsageError
 from multilora_store.storage import Store, export_adapter, import_peft, open_store, read_peft_dir, sync
 from multilora_store.storage.codec import encode
@@ -280,3 +282,26 @@ def test_an_export_overwrites_only_when_asked(store: Store, tmp_path: Path) -> N
     assert same(read_peft_dir(tmp_path / "out").tensors, tensors(0))
     export_adapter(store, "b", tmp_path / "out", overwrite=True)
     assert same(read_peft_dir(tmp_path / "out").tensors, tensors(1))
+
+
+def test_the_order_of_patterns_is_kept_in_what_they_say(tmp_path: Path) -> None:
+    """Two adapters that differ in nothing else are two versions, each with its own scales after a round trip."""
+    made = tensors(1)
+    path = next(name for name in made).removeprefix("base_model.model.").partition(".lora_")[0]
+    last = path.rpartition(".")[2]
+    store, seen = open_store(tmp_path / "store"), {}
+    for name, patterns in {"p": {last: 8, path: 800}, "q": {path: 800, last: 8}}.items():
+        folder = tmp_path / "folders" / name
+        folder.mkdir(parents=True)
+        save_file(made, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "alpha_pattern": patterns}))
+        seen[name] = AdapterConfig.parse({**CONFIG, "alpha_pattern": patterns}).scaling_for(path)
+    first = import_peft(store, tmp_path / "folders")
+    assert len({version.id for version in first}) == 2
+    for name in seen:
+        assert store.get(name).config.scaling_for(path) == seen[name]
+        back = export_adapter(store, name, tmp_path / "out" / name)
+        assert json.loads((Path(back) / "adapter_config.json").read_bytes())["alpha_pattern"]
+    assert [v.id for v in import_peft(store, tmp_path / "folders")] == [v.id for v in first]
+    assert [v.id for v in import_peft(store, tmp_path / "out")] == [v.id for v in first]
+    assert sync(tmp_path / "folders", store).unchanged
