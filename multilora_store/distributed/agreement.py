@@ -29,7 +29,7 @@ import torch.distributed as dist
 from multilora_store.distributed.disagreement import canonical, disagreement, joined
 from multilora_store.errors import MultiLoRAError, RankFailedError, UsageError
 
-__all__ = ["Patience", "Ranks", "patience", "ranks_of_mesh", "world"]
+__all__ = ["Patience", "Ranks", "patience", "ranks_of_mesh", "shut_down", "world"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +105,7 @@ class Ranks:
         """
         group = None if self.held is None else self.held()
         if self.held is not None and group is None:
-            raise UsageError(
-                "the process group that this model was sharded with is gone",
-                why="destroy_process_group was called",
-                remedy="call it after the last save, restore or switch",
-            )
+            raise shut_down()
         return group
 
     @property
@@ -248,6 +244,15 @@ class Ranks:
         except (RuntimeError, ValueError):
             return [0]  # the store lives in rank 0, and does not answer
         return missing
+
+
+def shut_down() -> UsageError:
+    """The error for ranks that would act together on what belongs to a process group that is no more."""
+    return UsageError(
+        "the process group that this model was sharded with is gone",
+        why="destroy_process_group was called",
+        remedy="call it after the last save, restore or switch",
+    )
 
 
 def world() -> Ranks:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from multilora_store.assembly.bridge import peft_model
-from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, world
+from multilora_store.distributed.agreement import Ranks, ranks_of_mesh, shut_down, world
 from multilora_store.distributed.internals import fsdp1_reshard
 from multilora_store.distributed.units import Unit
 from multilora_store.errors import UsageError
@@ -94,16 +94,22 @@ def ranks_of(model: nn.Module) -> Ranks:
     """The ranks that hold this model: those of its mesh, else all of the job.
 
     Raises:
-        UsageError: it is no model.
+        UsageError: it is no model, or torch.distributed was shut down since it was sharded.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the model is {model!r:.80}, of type {type(model).__name__}", remedy="give what assemble() returned"
         )
-    if not (dist.is_available() and dist.is_initialized()):
+    mesh = mesh_of(model) if dist.is_available() else None
+    if mesh is None:
         return world()
-    mesh = mesh_of(model)
-    return world() if mesh is None else ranks_of_mesh(mesh)
+    if not dist.is_initialized():
+        raise shut_down()
+    try:
+        mesh.get_all_groups()
+    except (RuntimeError, ValueError, LookupError) as error:  # torch has another word for it in each version
+        raise shut_down() from error
+    return ranks_of_mesh(mesh)
 
 
 def reshard(model: nn.Module) -> None:

@@ -223,9 +223,10 @@ def _call(request: dict[str, Any]) -> Any:
     args, kwargs = pickle.loads(Path(request["folder"], "call.pkl").read_bytes())
     dist.init_process_group("gloo", timeout=timedelta(seconds=max(5.0, request["timeout"])))
     value = getattr(module, request["function"])(*args, **kwargs)
-    with contextlib.suppress(RuntimeError):  # a rank that a test killed cannot come
-        dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # a rank that a test killed cannot come
+            dist.barrier()
+        dist.destroy_process_group()
     return value
 
 

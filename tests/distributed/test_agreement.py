@@ -238,6 +238,33 @@ def test_groups_end_with_torch_distributed_and_begin_with_it_again(tmp_path: Pat
         assert (places, same) == ([0, 1], False)
 
 
+def use_after_shutdown() -> list[str]:
+    import torch.distributed as dist
+    from toys import build
+
+    import multilora_store as mls
+
+    model = mls.shard(build())
+    dist.destroy_process_group()
+    said = []
+    for use in (
+        lambda: mls.save(model, "memory://after", step=1),
+        lambda: mls.activate(model, {"a": 1.0}),
+        lambda: mls.detach(model, "a"),
+        lambda: mls.audit(model),
+    ):
+        with pytest.raises(UsageError) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_sharded_model_is_of_no_use_once_its_group_is_gone() -> None:
+    for said in results(use_after_shutdown, 2):
+        assert len(said) == 4
+        assert all("destroy_process_group was called" in one for one in said)
+
+
 LEFT_OPEN = """
 import atexit
 import torch.distributed as dist
